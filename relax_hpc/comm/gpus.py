@@ -9,9 +9,6 @@ import socket
 
 from relax_hpc.errors import ConfigError
 
-ASKED = "RELAX_GPUS"
-"""Variable of a task: the GPUs of each of its nodes that its component asked for, if any."""
-
 
 def count() -> int:
     """Returns how many GPUs the driver shows this process; torch takes seconds to be imported."""
@@ -24,18 +21,17 @@ def count() -> int:
     return found.value if is_there else 0
 
 
-def check(found: int, finder: str, *, least: int = 0) -> None:
+def check(asked: int, found: int, finder: str) -> None:
     """Checks that this task has the GPUs that its component asked for.
 
     Args:
-        found: how many there are.
+        asked: for so many on each of its nodes.
+        found: how many there are on this one.
         finder: who found them.
-        least: so many are needed even if nothing is known of what was asked for.
 
     Raises:
         ConfigError: some are missing.
     """
-    asked = max(int(os.environ.get(ASKED, "0")), least)
     dealt = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     is_bound = 0 < found == len(dealt)  # by `srun --gpu-bind`, to some of them
     if found < asked and not is_bound:

@@ -37,13 +37,17 @@ def settle_nccl() -> None:
     os.environ["NCCL_NVLS_ENABLE"] = "0"
 
 
-def own_device(local_rank: int) -> torch.device:
+def own_device(local_rank: int, *, asked: int) -> torch.device:
     """Selects this rank's GPU; Slurm shows every task all GPUs of the component on its node.
+
+    Args:
+        local_rank: among the ranks of the node.
+        asked: the GPUs of a node that the component asked for.
 
     Raises:
         ConfigError: the component asked for GPUs, and some are missing.
     """
-    gpus.check(torch.cuda.device_count(), f"torch {torch.__version__}")
+    gpus.check(asked, torch.cuda.device_count(), f"torch {torch.__version__}")
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
         return torch.device("cpu")

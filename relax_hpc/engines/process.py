@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from relax_hpc.comm import gpus
 from relax_hpc.engines.child import EngineProcess, spawn
 from relax_hpc.engines.embedded import launch as embedded
 from relax_hpc.engines.ports import held_port
@@ -32,6 +33,7 @@ def start_engine(
     log_path: Path,
     python: str | None = None,
     share: Share = ALONE,
+    least_gpus: int = 0,
     progress: Progress = lambda phase: None,
     may_compute: Callable[[], bool] = lambda: True,
 ) -> EngineProcess:
@@ -47,20 +49,34 @@ def start_engine(
         log_path: where its output goes; readable by the user only.
         python: interpreter that has the engine; unset is this one.
         share: which part of an engine that spans several nodes this is.
+        least_gpus: this node has to have so many.
         progress: told what the engine is doing, again and again; if it raises, the engine is
             stopped and the exception goes on to the caller.
         may_compute: asked again and again until it is true; the engine takes no memory of a GPU
             before. What that takes does not count as its start. If it raises, it is as above.
 
     Raises:
-        ConfigError: `spec.args` are wrong.
+        ConfigError: `spec.args` are wrong, or GPUs are missing.
         EngineError: not healthy in time; says what it was doing, what may help, and the end of the
             log.
     """
+    if least_gpus:
+        gpus.check(least_gpus, gpus.count(), "the driver")
     start = {"embedded": _start_embedded, "sglang": _start_sglang}[spec.kind]
     with scratch_folder("engine") as folder:  # nobody else enters it: the token goes there
         return start(
-            _Wanted(spec, folder, host, token, log_path, python, share, progress, may_compute)
+            _Wanted(
+                spec,
+                folder,
+                host,
+                token,
+                log_path,
+                python,
+                share,
+                least_gpus,
+                progress,
+                may_compute,
+            )
         )
 
 
@@ -74,6 +90,7 @@ class _Wanted(NamedTuple):
     log_path: Path
     python: str | None
     share: Share
+    least_gpus: int
     progress: Progress
     may_compute: Callable[[], bool]
 
@@ -90,6 +107,7 @@ def _start_embedded(wanted: _Wanted) -> EngineProcess:
         port_file=port_file,
         dtype=spec.dtype,
         max_running_requests=spec.max_running_requests,
+        gpus=wanted.least_gpus,
         engine_args=spec.args,
     )
     argv = embedded.command(spec.model_path, wanted.host, options, wanted.python)

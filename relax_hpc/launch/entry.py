@@ -101,6 +101,7 @@ def _context(args: argparse.Namespace) -> TaskContext:
         attempt=requeue.attempt_of(environment.job_id),
         start=args.start,
         node=environment.hostname,
+        gpus=args.gpus,
     )
 
 
@@ -125,6 +126,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("component")
     parser.add_argument("--start", type=int, required=True, help="starts of the step, from 1")
     parser.add_argument("--bootstrap", default="files", help="how its tasks find each other")
+    parser.add_argument("--gpus", type=int, default=0, help="of a node that were asked for")
     parser.add_argument("--requeues", action="store_true", help="may ask Slurm to requeue the job")
     parser.add_argument("--first-rank", type=int, default=0, help="of several in one step")
     parser.add_argument("--apart-from", type=int, help="rank of the first in this step of several")

@@ -12,7 +12,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from relax_hpc.comm import gpus
 from relax_hpc.errors import ConfigError
 from relax_hpc.sections import Resources
 
@@ -37,22 +36,19 @@ def runner(image: str) -> Runner:
 def command(resources: Resources, run_root: Path, python: str) -> list[str]:
     """The begin of the command of a task: its interpreter, in the image if there is one.
 
-    A task is told of the GPUs that were asked for.
-
     Args:
         resources: of the component.
         run_root: is seen in the image.
         python: the interpreter without an image, unless `resources` name one.
     """
-    image, count = resources.container, resources.gpus_per_node
-    told = ["env", f"{gpus.ASKED}={count}"] if count else []
+    image = resources.container
     if image is None:
-        return [*told, resources.python or python]
+        return [resources.python or python]
     inside = resources.python or "python3"
     if runner(image) == "pyxis":
-        return [*told, inside]
-    nvidia = ["--nv"] if count else []
-    return [*told, "apptainer", "exec", *nvidia, "--bind", str(run_root), image, inside]
+        return [inside]
+    nvidia = ["--nv"] if resources.gpus_per_node else []
+    return ["apptainer", "exec", *nvidia, "--bind", str(run_root), image, inside]
 
 
 def found_anywhere(resources: Resources) -> Resources:

@@ -381,6 +381,7 @@ def _entry(
         *interpreter.command(component.resources, job.seen_folder, sys.executable),
         *("-u", *job.task),
         *(str(job.run_dir), component.name, "--start", "@start@"),
+        *(["--gpus", str(gpus)] if (gpus := component.resources.gpus_per_node) else []),
         *(["--requeues"] if requeues else []),
         *(["--bootstrap", component.bootstrap] if component.bootstrap != "files" else []),
     ]

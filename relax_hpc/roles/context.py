@@ -23,6 +23,8 @@ class TaskContext:
     start: int
     """Counts the starts of this component's step within the attempt, from 1."""
     node: str
+    gpus: int = 0
+    """GPUs of its node that its component asked for."""
     transport: Transport | None = None
     """The way of weights to an engine that was added, if not as `weights.transport` says."""
     end: JobEnd | None = None

@@ -18,6 +18,7 @@ def main() -> None:
     parser.add_argument("--number", type=int, required=True, help="it is member extra-<number>")
     parser.add_argument("--slot", type=int, required=True, help="among the engines of its node")
     parser.add_argument("--attempt", required=True, help="job id and restart count")
+    parser.add_argument("--gpus", type=int, default=0, help="of a node that were asked for")
     parser.add_argument("--transport", help="of weights, if not weights.transport")
     args = parser.parse_args()
     permissions.adopt(args.run_dir)
@@ -32,6 +33,7 @@ def main() -> None:
         attempt=args.attempt,
         start=1,
         node=socket.gethostname(),
+        gpus=args.gpus,
         transport=args.transport,
     )
     roles.run(args.run_dir, context, "files")

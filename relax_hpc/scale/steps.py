@@ -61,6 +61,7 @@ class _Steps:
             *("-u", "-m", "relax_hpc.scale.extra_step", str(self._paths.root)),
             *("--number", str(extra.number), "--slot", str(extra.slot)),
             *("--attempt", self._attempt),
+            *("--gpus", str(self._resources.gpus_per_node)),
             *(("--transport", extra.transport) if extra.transport else ()),
         ]
         command = shlex.join([*launcher, *logs, *separator, *task])

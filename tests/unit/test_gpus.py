@@ -3,7 +3,6 @@
 import dataclasses
 import re
 import socket
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,16 +10,17 @@ import torch
 from relax_hpc.comm import gpus
 from relax_hpc.comm.torch_group import own_device
 from relax_hpc.engines.embedded import server
+from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import interpreter, local_step, preflight
+from relax_hpc.launch import entry, local_step, preflight
 from relax_hpc.launch.placement import Component
 from relax_hpc.sections import Resources
 
 
 @pytest.fixture(autouse=True)
 def no_word(monkeypatch):
-    for name in (gpus.ASKED, "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 @pytest.fixture
@@ -37,54 +37,53 @@ def cards(monkeypatch):
 @pytest.mark.parametrize(
     ("asked", "visible", "found", "lacks"),
     [
-        (None, None, 0, False),
-        (None, "", 0, False),
-        ("4", None, 4, False),
-        ("4", "0,1,2,3", 3, True),
-        ("4", "0,1,2,3", 0, True),
-        ("4", None, 1, True),
-        ("4", "", 0, True),
-        ("1", None, 8, False),
-        ("4", "2", 1, False),  # srun --gpu-bind: one of four for each task
-        ("4", "2", 0, True),
-        ("2", "0,-1", 1, True),  # local_step, of a machine with one
+        (0, None, 0, False),
+        (0, "", 0, False),
+        (4, None, 4, False),
+        (4, "0,1,2,3", 3, True),
+        (4, "0,1,2,3", 0, True),
+        (4, None, 1, True),
+        (4, "", 0, True),
+        (1, None, 8, False),
+        (4, "2", 1, False),  # srun --gpu-bind: one of four for each task
+        (4, "2", 0, True),
+        (2, "0,-1", 1, True),  # local_step, of a machine with one
     ],
 )
 def test_who_asked_for_gpus_has_them_or_does_not_begin(monkeypatch, asked, visible, found, lacks):
-    for name, value in ((gpus.ASKED, asked), ("CUDA_VISIBLE_DEVICES", visible)):
-        if value is not None:
-            monkeypatch.setenv(name, value)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     if not lacks:
-        gpus.check(found, "torch")
+        gpus.check(asked, found, "torch")
         return
     said = f"on node {socket.gethostname()} {asked} GPUs are asked for, and torch finds {found};"
     with pytest.raises(ConfigError, match=re.escape(said)) as error:
-        gpus.check(found, "torch")
+        gpus.check(asked, found, "torch")
     assert error.value.is_final
 
 
-def test_a_rank_and_an_embedded_engine_that_lack_gpus_do_not_compute(monkeypatch, cards, tmp_path):
+def test_a_rank_and_engines_that_lack_gpus_do_not_compute(cards, tmp_path):
     cards(0)
     threads = torch.get_num_threads()
-    assert own_device(0) == torch.device("cpu")
+    assert own_device(0, asked=0) == torch.device("cpu")
     torch.set_num_threads(threads)
-    monkeypatch.setenv(gpus.ASKED, "4")
     with pytest.raises(ConfigError, match=r"4 GPUs are asked for, and torch \S+ finds 0"):
-        own_device(0)
+        own_device(0, asked=4)
     with pytest.raises(ConfigError, match="4 GPUs are asked for"):
-        server.serve(tmp_path, "127.0.0.1", {"num_threads": threads})
+        server.serve(tmp_path, "127.0.0.1", {"num_threads": threads, "gpus": 4})
+    for kind in ("embedded", "sglang"):
+        with pytest.raises(ConfigError, match="4 GPUs are asked for, and the driver finds 0"):
+            start_engine(
+                EngineSpec(kind, tmp_path),
+                host="127.0.0.1", token="t", log_path=tmp_path / "log", least_gpus=4,
+            )  # fmt: skip
 
 
-def test_a_task_is_told_how_many_gpus_were_asked_for(tmp_path):
-    image = str(tmp_path / "image.sif")
-    for asked, begin in (
-        (Resources(gpus_per_node=4), ["env", "RELAX_GPUS=4", "python"]),
-        (Resources(gpus_per_node=2, container="site/image:1"), ["env", "RELAX_GPUS=2", "python3"]),
-        (Resources(gpus_per_node=2, container=image), ["env", "RELAX_GPUS=2", "apptainer"]),
-        (Resources(), ["python"]),
-        (Resources(container="site/image:1"), ["python3"]),
-    ):
-        assert interpreter.command(asked, Path("/runs"), "python")[: len(begin)] == begin
+def test_a_task_is_told_how_many_gpus_were_asked_for(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["entry", "/run", "rollout", "--start", "1", "--gpus", "4"])
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
+    monkeypatch.setenv("SUBMITIT_LOCAL_JOB_ID", "7")
+    assert entry._context(entry._parse()).gpus == 4
 
 
 def test_a_gpu_that_this_machine_lacks_has_a_name_that_is_nowhere(monkeypatch):

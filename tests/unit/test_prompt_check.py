@@ -93,12 +93,12 @@ def test_a_rank_that_finds_a_bad_document_ends_before_anything_is_trained(docume
     class BeyondTheCheckError(Exception):
         pass
 
-    def device(local_rank):
+    def device(local_rank, asked):
         raise BeyondTheCheckError
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sft_task, "own_device", device)
         expected = ConfigError if rank == 1234 % 3 else BeyondTheCheckError
         with pytest.raises(expected) as found:
-            sft_task.main(documents, None, World, SimpleNamespace(local_rank=0), None)
+            sft_task.main(documents, None, World, SimpleNamespace(local_rank=0, gpus=0), None)
         assert getattr(found.value, "is_final", False) == (expected is ConfigError)

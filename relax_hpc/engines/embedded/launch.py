@@ -45,6 +45,7 @@ def write_options(
     port_file: Path,
     dtype: str,
     max_running_requests: int,
+    gpus: int,
     engine_args: PassThrough,
 ) -> None:
     """Writes the options file of `server.serve`; the server writes its port to `port_file`."""
@@ -54,6 +55,7 @@ def write_options(
         "port_file": str(port_file),
         "dtype": dtype,
         "max_running_requests": max_running_requests,
+        "gpus": gpus,
     }
     path.write_text(json.dumps(options))
 

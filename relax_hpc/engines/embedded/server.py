@@ -255,7 +255,7 @@ class _BearerToken:
 def serve(model_path: Path, host: str, options: Body) -> None:
     """Loads the model, binds a free port, writes it to `options["port_file"]`, and serves."""
     torch.set_num_threads(options["num_threads"])
-    gpus.check(torch.cuda.device_count(), f"torch {torch.__version__}")
+    gpus.check(options["gpus"], torch.cuda.device_count(), f"torch {torch.__version__}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = Qwen3(Shape.read(model_path), getattr(torch, options["dtype"]), device)
     model.load_folder(model_path)

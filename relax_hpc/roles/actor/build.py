@@ -39,7 +39,7 @@ def main(
     """Resumes from the newest checkpoint, if there is one, and trains to the end."""
     register = register_of(config, paths)
     lease = lease_of(config, world, register, context, events)
-    device = own_device(context.local_rank)
+    device = own_device(context.local_rank, asked=context.gpus)
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
     trainer = trainer_of(config, world, device)
     columns = own_columns(config, trainer, events if world.rank == 0 else None)

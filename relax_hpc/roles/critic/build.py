@@ -31,7 +31,7 @@ def main(
 ) -> None:
     """Resumes from its newest checkpoint, if there is one, and learns to the end."""
     assert config.critic is not None
-    device = own_device(context.local_rank)
+    device = own_device(context.local_rank, asked=context.gpus)
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
     critic = critic_of(config, world, device)
     when = config.critic.saving(config.actor)

@@ -13,7 +13,6 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
-from relax_hpc.comm import gpus
 from relax_hpc.comm.address import node_address
 from relax_hpc.config.run import RESTART_DELAYS_S, RESTART_WINDOW_S
 from relax_hpc.engines import capabilities
@@ -171,8 +170,6 @@ class EngineHost:
             return self._serve(engine)
 
     def _start(self) -> EngineProcess:
-        per_node = self._hosting.num_ranks // self._spec.nodes
-        gpus.check(gpus.count(), "the driver", least=per_node if self._hosting.on_gpus else 0)
         self._announce("STARTING", "starting its process")
         with self._parts.called(self._member.start) as share:
             return start_engine(
@@ -181,6 +178,7 @@ class EngineHost:
                 token=self.token,
                 log_path=self._paths.engine_log(self._slot.id, self._member.start),
                 share=share,
+                least_gpus=self._hosting.least_gpus(self._context),
                 progress=self._progress,
                 may_compute=self._has_gpus,
             )

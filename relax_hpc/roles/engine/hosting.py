@@ -53,6 +53,11 @@ class Hosting:
     def num_ranks(self) -> int:
         return 1 if self.spec.kind == "embedded" else size_of(self.spec.args).gpus
 
+    def least_gpus(self, context: TaskContext) -> int:
+        """The GPUs that the node of a task has to have."""
+        own = self.num_ranks // self.spec.nodes if self.on_gpus else 0
+        return max(context.gpus, own)
+
 
 def slots_of(pool: EnginePool, context: TaskContext) -> list[Slot]:
     """Returns the engines of a task: one, several, or one with its neighbours.

@@ -135,6 +135,7 @@ class _Part:
                 token=secrets.token_hex(16),
                 log_path=self._paths.engine_log(f"{slot.id}.part{slot.part}", call.start),
                 share=Share(spec.nodes, slot.part, call.address),
+                least_gpus=self._hosting.least_gpus(self._context),
                 progress=check,
             )
         except _CalledOff:

@@ -22,7 +22,7 @@ def main(
 ) -> None:
     """Trains the steps of a replay, from its checkpoint on."""
     asked = Replay.read(paths.replayed)
-    device = own_device(context.local_rank)
+    device = own_device(context.local_rank, asked=context.gpus)
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
     trainer = trainer_of(config, world, device)
     columns = own_columns(config, trainer, None)

@@ -52,7 +52,7 @@ def main(
     events: EventWriter,
 ) -> None:
     """Scores what rollout commits until the trainer has finished."""
-    device = own_device(context.local_rank)
+    device = own_device(context.local_rank, asked=context.gpus)
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
     scorer = MegatronScorer(
         scoring.model, scoring.megatron, world, device,

@@ -28,7 +28,7 @@ def main(
     files, tokenizer = document_check.open_files(config), tokenizers.load(config.model.path)
     # A rank looks at what no other does, so together they see all.
     document_check.check_share(config, files, tokenizer, world.rank, world.size)
-    device = own_device(context.local_rank)
+    device = own_device(context.local_rank, asked=context.gpus)
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
     trainer = trainer_of(config, world, device)
     checkpoints = saving.checkpoints_of(

@@ -256,7 +256,7 @@ component_0() {
   { export NCCL_CUMEM_ENABLE=0
   } || setup_failed rollout "$?" 'export NCCL_CUMEM_ENABLE=0'
   set +eu +o pipefail; trap - ERR DEBUG
-  supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- /envs/submit/bin/python -m relax_hpc.launch.local_step --tasks 4 --first-gpu 0 --gpus 4 --controller "$$" --job-id "$job_id" --processes '/runs/it'"'"'s here/submission/rollout'/"$job_id"_processes.json --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.err -- env RELAX_GPUS=4 /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --bootstrap mpi
+  supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- /envs/submit/bin/python -m relax_hpc.launch.local_step --tasks 4 --first-gpu 0 --gpus 4 --controller "$$" --job-id "$job_id" --processes '/runs/it'"'"'s here/submission/rollout'/"$job_id"_processes.json --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.err -- /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --gpus 4 --bootstrap mpi
 }
 component_0 & components+=($!) names+=(rollout)
 

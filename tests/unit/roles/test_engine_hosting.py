@@ -7,7 +7,7 @@ import pytest
 from role_fakes import Events, config
 
 from relax_hpc.engines.sglang.launch import Share
-from relax_hpc.errors import ConfigError, EngineError, EngineUnfitError
+from relax_hpc.errors import EngineError, EngineUnfitError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
 from relax_hpc.fleet.roster import Roster, RosterEntry
@@ -183,23 +183,23 @@ def test_a_first_start_that_would_fail_again_ends_the_task_once(
     assert host._live(2).startswith("did not start: "), "it has been seen to work"
 
 
-@pytest.mark.parametrize(("on_gpus", "asked"), [(True, None), (False, "2"), (False, None)])
-def test_an_engine_that_lacks_gpus_is_not_started(host_of, monkeypatch, on_gpus, asked):
-    started = []
-    monkeypatch.setattr(engine_host, "start_engine", lambda *a, **k: started.append(a))
+@pytest.mark.parametrize(
+    ("on_gpus", "asked", "least"), [(True, 0, 2), (False, 3, 3), (True, 4, 4), (False, 0, 0)]
+)
+def test_an_engine_needs_the_gpus_of_its_ranks_or_all_that_its_task_asked_for(
+    host_of, monkeypatch, on_gpus, asked, least
+):
+    needed = []
+    monkeypatch.setattr(
+        engine_host, "start_engine", lambda *_, least_gpus, **__: needed.append(least_gpus)
+    )
     monkeypatch.setattr(engine_host, "node_address", lambda: "10.0.0.1")
-    monkeypatch.setattr(engine_host.gpus, "count", lambda: 0)
-    monkeypatch.setenv("RELAX_GPUS", asked or "0")
     host = host_of(engines__rollout__kind="sglang", engines__rollout__args={"tp_size": 2})
     host._hosting = dataclasses.replace(host._hosting, on_gpus=on_gpus)
+    host._context = dataclasses.replace(host._context, gpus=asked)
     host._member = host._new_member(1)
-    if on_gpus or asked:
-        with pytest.raises(ConfigError, match="2 GPUs are asked for, and the driver finds 0"):
-            host._start()
-        assert not started
-        monkeypatch.setattr(engine_host.gpus, "count", lambda: 2)
     host._start()
-    assert len(started) == 1
+    assert needed == [least]
 
 
 def test_an_engine_waits_until_the_trainer_lends_its_gpus(host_of, monkeypatch):
@@ -306,7 +306,7 @@ def test_a_part_runs_its_share_of_the_start_that_its_host_called_for(tmp_path, m
     settings = config(
         seed=40, engines__rollout__kind="sglang", engines__rollout__nodes_per_engine=2,
         engines__rollout__count=2, engines__rollout__resources__nodes=4,
-        engines__rollout__args={"tp_size": 2},
+        engines__rollout__args={"tp_size": 4}, engines__rollout__resources__gpus_per_node=2,
     )  # fmt: skip
     slot = Slot("rollout-1", number=5, local_index=0, part=1)
     context = TaskContext("rollout", 3, 4, 0, attempt="7.0", start=2, node="n3")
@@ -324,6 +324,7 @@ def test_a_part_runs_its_share_of_the_start_that_its_host_called_for(tmp_path, m
     assert part.run(call) == "was killed\nthe log"
     [(spec, how)] = started
     assert how["share"] == Share(2, 1, "10.0.0.1:77") and spec.seed == 45
+    assert how["least_gpus"] == 2, "of this node"
     assert how["log_path"] == paths.engine_log("rollout-1.part1", "7.0-2-1")
     write_json(paths.engine_call("rollout-1"), call._replace(start="7.0-2-2")._asdict())
     part.report(call, "ended\nmore")
