@@ -168,7 +168,7 @@ class SnapshotWriter:
             return
         found = list(self._root.iterdir())
         complete = [path for path in found if path.name.startswith("v")]
-        complete.sort(key=lambda path: (path / MANIFEST).stat().st_mtime_ns)
+        complete.sort(key=_written_at)
         torn = [path for path in found if path.name.endswith(_TORN)]
         for path in (each for each in found if each.name.startswith(_RECEIPT)):
             with suppress(FileNotFoundError):  # its reader was here
@@ -180,3 +180,13 @@ class SnapshotWriter:
 
     def _error(self, version: int, problems: Sequence[str]) -> SnapshotError:
         return SnapshotError(f"{self._root}: v{version} was not written: {'; '.join(problems)}")
+
+
+def _written_at(folder: Path) -> int:
+    """When a snapshot was complete, ns; 0 of what is left of one that was half deleted, by a
+    trainer that was killed, or while an engine held files of it open."""
+    manifest = folder / MANIFEST
+    try:
+        return patiently(manifest, manifest.stat).st_mtime_ns
+    except FileNotFoundError:
+        return 0

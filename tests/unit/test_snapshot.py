@@ -28,7 +28,14 @@ from relax_hpc.comm.world import SoloWorld, connect
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import SnapshotError
 from relax_hpc.models import weight_files
-from relax_hpc.models.weight_files import FileReader, FileRecord, Manifest, checksum, plan_files
+from relax_hpc.models.weight_files import (
+    MANIFEST,
+    FileReader,
+    FileRecord,
+    Manifest,
+    checksum,
+    plan_files,
+)
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.weights.quantize import Quantizer, quantize
 from relax_hpc.weights.ranks import Rest, TrainerRanks
@@ -197,6 +204,19 @@ def test_two_are_kept_and_one_that_is_being_loaded(tmp_path, source):
     # A trainer that resumed from an older checkpoint makes versions again, under other names.
     again = ranks.write_snapshot(2, iter(tensors.items()), in_use=())
     assert sorted(root.iterdir()) == sorted([folders[4], again.folder])
+
+
+def test_what_is_left_of_a_snapshot_that_was_half_deleted_is_deleted_by_the_next_trainer(
+    tmp_path, source
+):
+    """A trainer was killed while it deleted; or an engine held files of it open, on NFS."""
+    root = tmp_path / "w"
+    halves = [write(SoloWorld(), source, version, model(), root).folder for version in (1, 2)]
+    for folder in halves:
+        (folder / MANIFEST).unlink()
+    whole = write(SoloWorld(), source, 3, model(), root).folder
+    again = write(SoloWorld(), source, 3, model(), root).folder
+    assert sorted(root.iterdir()) == sorted([whole, again])
 
 
 def test_a_disk_that_is_full_on_one_rank_is_named_and_leaves_nothing(tmp_path, source):
