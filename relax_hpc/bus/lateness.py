@@ -1,9 +1,32 @@
-"""Names those who have not committed what a step waits for."""
+"""The wait for what a step lacks: how long it may last, and who has not committed what."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 from relax_hpc.bus.intake import Intake
+from relax_hpc.storage import is_short
+
+
+class Deadline:
+    """The end of a wait, which begins now.
+
+    Args:
+        timeout_s: how long it may last.
+        is_excused: while it says so nobody is late; nor is anybody while there is no room.
+    """
+
+    def __init__(self, timeout_s: float, is_excused: Callable[[], bool]) -> None:
+        self._timeout_s, self._is_excused = timeout_s, is_excused
+        self._looks_at, self._at = 0.0, time.monotonic() + timeout_s
+
+    def is_over(self) -> bool:
+        """May be asked as often as one likes."""
+        if (now := time.monotonic()) >= self._looks_at:
+            self._looks_at = now + self._timeout_s / 100
+            if is_short() or self._is_excused():  # producers hold, too
+                self._at = now + self._timeout_s
+        return now > self._at
 
 
 def owed_by(intake: Intake, producers: Sequence[str], wanted: int) -> str:

@@ -24,7 +24,7 @@ from relax_hpc.bus import layout
 from relax_hpc.bus.credits import Credit, CreditWriter, Owed
 from relax_hpc.bus.frames import FrameWriter
 from relax_hpc.bus.intake import Intake
-from relax_hpc.bus.lateness import lacks_groups, owed_by, unplanned
+from relax_hpc.bus.lateness import Deadline, lacks_groups, owed_by, unplanned
 from relax_hpc.bus.plan import (
     AnyRecord,
     Chain,
@@ -43,7 +43,6 @@ from relax_hpc.bus.staleness import judging_span, staleness
 from relax_hpc.errors import BusError, PeerTimeoutError
 from relax_hpc.paths import BusPaths
 from relax_hpc.schema import Role
-from relax_hpc.storage import is_short
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +158,7 @@ class Sequencer:
         *,
         timeout_s: float,
         min_tokens: float = math.inf,
+        may_lack_groups: bool = False,
         on_wait: Callable[[], None] | None = None,
     ) -> PlanRecord:
         """The next portion of the batch of `step`; its `last` says that it completes the batch.
@@ -171,6 +171,7 @@ class Sequencer:
                 just before starts at its first portion.
             timeout_s: how long to wait for what is missing.
             min_tokens: tokens that a portion should have at least; only the last may have fewer.
+            may_lack_groups: those that nobody has committed are waited for without end.
             on_wait: called between polls; what it raises ends the wait.
 
         Raises:
@@ -185,12 +186,9 @@ class Sequencer:
         if self._cursor == len(planned):
             assert not planned or not planned[-1].last, f"step {step} has no further portion"
             assert step == self.num_planned + 1, f"step {step} of a plan of {self.num_planned}"
-            looks_at, deadline = 0.0, time.monotonic() + timeout_s
+            deadline = Deadline(timeout_s, lambda: may_lack_groups and self.lacks_groups())
             while not self._plan_ready(step, min_tokens):
-                if (now := time.monotonic()) >= looks_at:
-                    looks_at = now + timeout_s / 100
-                    deadline = now + timeout_s if is_short() else deadline  # producers hold, too
-                if now > deadline:
+                if deadline.is_over():
                     owed = owed_by(self._intake, self._producers, self._num_wanted(step))
                     lacks = f"step {step} lacks prompt groups after {timeout_s:g} s: {owed}"
                     raise PeerTimeoutError(f"{lacks}; see their logs")

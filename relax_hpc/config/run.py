@@ -218,12 +218,6 @@ class RunConfig(JobConfig):
         return [name for task in tasks for name in engines_of(task, size.engines_per_task)]
 
     @property
-    def rollout_patience_s(self) -> float:
-        """Seconds that the trainer waits for a batch; rollout that is a job of its own may be
-        absent for as long as it likes."""
-        return math.inf if self.launch.layout == "separate" else self.launch.peer_timeout_s
-
-    @property
     def reference_model(self) -> ModelConfig:
         """The model whose weights the reference has."""
         return self.reference.model(self.model)

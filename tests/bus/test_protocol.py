@@ -7,7 +7,7 @@ import pytest
 from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus, produce, same, whole_batch
 
 from relax_hpc.bus import layout
-from relax_hpc.bus import sequencer as sequencing
+from relax_hpc.bus import lateness
 from relax_hpc.bus.audit import BusAudit, audit
 from relax_hpc.bus.credits import Credit, CreditTail, CreditWriter
 from relax_hpc.bus.frames import FrameWriter, encode, read_frames
@@ -160,7 +160,7 @@ def test_who_waits_asks_seldom_whether_there_is_room_and_has_patience_while_ther
     tmp_path, monkeypatch
 ):
     answers = [True] * 40
-    monkeypatch.setattr(sequencing, "is_short", lambda: bool(answers) and answers.pop())
+    monkeypatch.setattr(lateness, "is_short", lambda: bool(answers) and answers.pop())
     paths, polls = make_bus(tmp_path), []
 
     def poll():

@@ -53,6 +53,21 @@ def produce_all(paths, num_groups=P):
         produce(paths, name, range(rank, num_groups, len(PRODUCERS)))
 
 
+def test_groups_may_come_as_late_as_they_like_but_not_the_columns_of_those_that_are_there(paths):
+    """Rollout that is a job of its own may be absent; who adds columns is in the trainer's job."""
+    polls = []
+
+    def produce_late():
+        polls.append(seq.lacks_groups())
+        assert len(polls) < 500, "waits without end"
+        if len(polls) == 10:  # each lasts longer than the patience
+            produce_all(paths)
+
+    with sequencer(paths) as seq, pytest.raises(PeerTimeoutError, match="reference-0 owes"):
+        seq.next_portion(1, timeout_s=0.01, may_lack_groups=True, on_wait=produce_late)
+    assert polls[:10] == [True] * 10
+
+
 def test_a_batch_waits_for_the_columns_it_needs_and_comes_with_them(paths):
     produce_all(paths)
     with sequencer(paths) as seq:

@@ -76,7 +76,8 @@ class Rank0:
                 record = self.sequencer.next_portion(
                     step,
                     min_tokens=self._config.tokens_per_portion,
-                    timeout_s=self._config.rollout_patience_s,
+                    timeout_s=self._config.launch.peer_timeout_s,
+                    may_lack_groups=self._config.launch.layout == "separate",
                     on_wait=self._look_up,
                 )
         except _Interrupted:

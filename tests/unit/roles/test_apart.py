@@ -1,7 +1,6 @@
 """Rollout and trainer that need not be there at the same time: weights, pace and idleness."""
 
 import asyncio
-import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -332,11 +331,6 @@ def test_rollout_is_not_idle_while_its_engines_do_not_hold_the_newest_weights(pa
     end.note(2, idle=False)
     assert said == [False, False, False, True, False]
     assert NewestVersion(config(), paths)() == 0
-
-
-def test_a_trainer_that_is_apart_waits_for_rollout_without_end():
-    assert config(**APART).rollout_patience_s == math.inf
-    assert config(launch__peer_timeout_s=7).rollout_patience_s == 7
 
 
 # idleness

@@ -193,7 +193,16 @@ def test_the_next_portion_is_as_large_and_waited_for_as_long_as_the_settings_say
     assert rank0.next_portion(3, Timers()) is None  # engines are given weights first
     publisher.newcomers = False
     assert rank0.next_portion(3, Timers()).record == portion(0)
-    assert journal == [("next_portion", 3, {"min_tokens": 142.5, "timeout_s": 77})] * 2
+    asked = {"min_tokens": 142.5, "timeout_s": 77, "may_lack_groups": False}
+    assert journal == [("next_portion", 3, asked)] * 2
+
+
+def test_rollout_that_is_a_job_of_its_own_may_commit_groups_as_late_as_it_likes():
+    journal = Journal()
+    apart = {"launch__layout": "separate", "weights__transport": "files"}
+    rank0, _, _ = rank0_of(journal, records=[portion(0)], **apart)
+    rank0.next_portion(3, Timers())
+    assert journal[0][2]["may_lack_groups"]
 
 
 class Skip:
