@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus, produce, same, whole_batch
 
-from relax_hpc.bus import layout
-from relax_hpc.bus import lateness
+from relax_hpc.bus import lateness, layout
 from relax_hpc.bus.audit import BusAudit, audit
 from relax_hpc.bus.credits import Credit, CreditTail, CreditWriter
 from relax_hpc.bus.frames import FrameWriter, encode, read_frames

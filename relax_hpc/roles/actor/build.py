@@ -71,7 +71,7 @@ def main(
         ending = Ending(paths, context.attempt)
         rank0 = _rank0(
             config, paths, reader, shards, publisher, every, resumed, events, lambda: stop.is_due(),
-            Idle.of(config, paths, context),
+            Idle.of(config, paths, context), lambda: world.bcast(loop.Waits()),
         )  # fmt: skip
     save = saving.Saving(
         config.actor, paths, world, trainer, checkpoints, rank0, events,
@@ -116,6 +116,7 @@ def _rank0(
     events: EventWriter,
     is_ending: Callable[[], bool],
     idle: Idle,
+    tell_others: Callable[[], None],
 ) -> Rank0:
     if config.reward.on_error == "mask":
         check_errors(config.algorithm)
@@ -133,7 +134,9 @@ def _rank0(
         judge=judge,
         most_skipped=most_skipped(config),
     )
-    rank0 = Rank0(config, sequencer, reader, publisher, checkpoints, events, is_ending, idle)
+    rank0 = Rank0(
+        config, sequencer, reader, publisher, checkpoints, events, is_ending, idle, tell_others
+    )
     if resumed:  # an earlier incarnation may have died before it did
         rank0.release()
     return rank0

@@ -17,8 +17,6 @@ from relax_hpc.roles.actor import loop
 from relax_hpc.roles.rollout.heldout import Board
 
 LOOK_EVERY_S = 2.0
-TURN_S = 30.0
-"""The other ranks hear from rank 0 so often."""
 
 Wanted = Literal["publish", "nothing", "end"]
 
@@ -50,7 +48,7 @@ class LastPolicy:
         Raises:
             PeerTimeoutError: nobody has scored a prompt for `launch.peer_timeout_s`.
         """
-        until = time.monotonic() + TURN_S
+        until = time.monotonic() + loop.TURN_S
         while self._look():
             if self._publisher.has_newcomers():
                 return "publish"

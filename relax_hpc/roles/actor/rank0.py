@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from relax_hpc.checkpoints.store import Checkpoints
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.training_engine import Gap, Skip
 from relax_hpc.paths import RunPaths
+from relax_hpc.roles.actor import loop
 from relax_hpc.roles.actor.lookout import Lookout
 from relax_hpc.roles.actor.publishing import Publications
 from relax_hpc.roles.dealing.judging import with_skipped
@@ -39,6 +41,7 @@ class Rank0:
         checkpoints: of all who train on the rows of the plan.
         is_ending: whether the job is about to end.
         idle: is told whether there is nothing to train on.
+        tell_others: tells the other ranks that it waits; called every `loop.TURN_S` while it does.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class Rank0:
         events: EventWriter,
         is_ending: Callable[[], bool] = lambda: False,
         idle: Idle | None = None,
+        tell_others: Callable[[], None] = loop.nothing,
     ) -> None:
+        self._tell_others, self._tell_at = tell_others, 0.0
         self._config, self._events, self._is_ending = config, events, is_ending
         self._idle = idle or Idle(None)
         self.sequencer, self._publisher, self._checkpoints = sequencer, publisher, checkpoints
@@ -71,6 +76,7 @@ class Rank0:
         """
         if self._lookout:
             self._lookout.check()
+        self._tell_at = time.monotonic() + loop.TURN_S
         try:
             with timers("wait", waits=True):
                 record = self.sequencer.next_portion(
@@ -221,6 +227,9 @@ class Rank0:
             log.error("engines hold other weights than the trainer: %s", verified)
 
     def _look_up(self) -> None:
+        if time.monotonic() >= self._tell_at:
+            self._tell_at = time.monotonic() + loop.TURN_S
+            self._tell_others()
         self._idle.note(idle=self.sequencer.lacks_groups())
         self._note_loads()
         if self._publisher.has_newcomers() or self._is_ending():

@@ -49,6 +49,7 @@ def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
             "events",
             "is_ending",
             "idle",
+            "tell_others",
         )
 
     assert released == [rank0(resumed)]  # whoever saved that checkpoint may not have come to it
@@ -60,7 +61,9 @@ def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
             "judge": None, "most_skipped": 10 * 6 * 4,
         },
     )  # fmt: skip
-    rank0_gets = ("reader", "publisher", "checkpoints", "events", "is_ending", "idle")
+    rank0_gets = (
+        "reader", "publisher", "checkpoints", "events", "is_ending", "idle", "tell_others",
+    )  # fmt: skip
     assert given[1] == (settings, None, *rank0_gets)
     rank0(None)
     assert given[2][1]["position"] is None and len(released) == 1

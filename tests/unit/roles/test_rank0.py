@@ -1,11 +1,13 @@
 """Rank 0 of the actor: what it asks of bus and publisher, in which order, and what it notes."""
 
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from role_fakes import CheckpointPart, Events, Journal, config, row
+from role_fakes import CheckpointPart, Events, Journal, NobodyElse, config, row
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.credits import CreditTail
@@ -14,10 +16,13 @@ from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import BatchIndex, Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.checkpoints.store import Checkpoint, Checkpoints
-from relax_hpc.comm.world import SoloWorld
+from relax_hpc.comm.world import SoloWorld, connect
 from relax_hpc.errors import FencedError
 from relax_hpc.paths import BusPaths
+from relax_hpc.roles.actor import loop
+from relax_hpc.roles.actor.other_ranks import OtherRank
 from relax_hpc.roles.actor.rank0 import Rank0
+from relax_hpc.run_secret import RunSecret
 from relax_hpc.schema import PromptGroup
 from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.publish import Published
@@ -325,6 +330,60 @@ def test_a_run_goes_on_from_its_second_newest_checkpoint_after_a_release(tmp_pat
     with sequencer(resumed.position) as second:
         record = second.next_portion(5, timeout_s=5)
         assert [r.guid for r in Reader(paths).rows(record, range(2))] == [4, 4]
+
+
+class Both(Trainer):
+    """A rank of a model over two."""
+
+    dp_rank, skip, costs, step = 0, None, {}, 0
+
+    def accumulate(self, rows, micro_batches, objective, *, last, mini_batches):
+        self.guids = [row.guid for row in rows]
+
+    def update(self):
+        self.step += 1
+        return {}
+
+    def named_weights(self):
+        return iter([])
+
+
+def test_ranks_that_wait_for_rank_0_hear_from_it_while_it_waits_for_rollout(tmp_path, monkeypatch):
+    """Else they give up on it, where rollout may be absent, or a disk is full, for long."""
+    monkeypatch.setattr(loop, "TURN_S", 0.1)
+    settings = config(
+        run_root=str(tmp_path), launch__layout="separate", weights__transport="files",
+        schedule__prompts_per_step=1, schedule__num_steps=1, algorithm__groups__name="as_sampled",
+        actor__layout__tensor_parallel=2,
+    )  # fmt: skip
+    bus, secret, trainers = BusPaths(settings.run_dir / "bus"), RunSecret.new(), [Both(), Both()]
+    layout.create(bus, ["rollout-0"], {})
+    monkeypatch.setattr(Rank0, "end_step", lambda *_: None)
+
+    def rank(number):
+        world = connect(
+            "files", rank=number, size=2, rendezvous=tmp_path / "ranks", secret=secret, timeout_s=3
+        )
+        reader, duties = Reader(bus), OtherRank(NobodyElse(Journal()))
+        if number == 0:
+            sequencer = Sequencer(bus, ["rollout-0"], prompts_per_step=1, position=None)
+            publisher = FakePublisher(Journal(), DONE._replace(verified=None))
+            publisher.wait_for_loads = lambda: False
+            duties = Rank0(
+                settings, sequencer, reader, publisher, [], Events(),
+                tell_others=lambda: world.bcast(loop.Waits()),
+            )  # fmt: skip
+        stages = loop.Stages(lambda: None)
+        loop.run(settings, world, trainers[number], reader, duties, stages)
+
+    with ThreadPoolExecutor(2) as threads:
+        ranks = [threads.submit(rank, number) for number in range(2)]
+        time.sleep(5)
+        with Producer(bus, "rollout-0", {}) as producer:
+            producer.put([PromptGroup(0, [row(0, 0), row(0, 1, reward=1.0)])])
+        for each in ranks:
+            each.result()
+    assert [trainer.guids for trainer in trainers] == [[0, 0], [0, 0]]
 
 
 def test_of_what_an_engine_loads_by_itself_the_time_and_the_failure_are_noted():
