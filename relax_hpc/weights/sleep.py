@@ -123,12 +123,14 @@ class Sleep:
     def _wait_for_ends(self) -> None:
         """Waits for fenced engines to end: nobody can make them release their memory."""
         deadline = time.monotonic() + _END_S
-        register = self._register
-        while left := [m for m in register.known() if register.state(m) == "FENCED"]:
+        while left := [m for m in self._of_attempt() if self._is_to_end(m)]:
             if time.monotonic() > deadline:
                 names = ", ".join(member.id for member in left)
                 raise PeerTimeoutError(f"fenced, and not ended within {_END_S:g} s: {names}")
             time.sleep(_POLL_S)
+
+    def _is_to_end(self, member: Member) -> bool:
+        return member.state == "HEALTHY" and self._register.state(member) == "FENCED"
 
     def _of_attempt(self) -> list[Member]:
         return [

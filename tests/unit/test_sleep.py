@@ -58,7 +58,7 @@ def house(tmp_path, monkeypatch):
         def __init__(self):
             self.engines, self.paths = engines, paths
 
-        def trainer(self):
+        def trainer(self, attempt=ATTEMPT):
             ids = ["rollout-0", "rollout-1"]
             register = Register(paths, lambda: ids, lambda m: engines[m.id, m.start])
             specs, world = [Spec("w", torch.float32, ())], SoloWorld()
@@ -67,7 +67,7 @@ def house(tmp_path, monkeypatch):
                 WeightsConfig(), register, BucketPlan.of(specs, 1 << 30),
                 device=torch.device("cpu"), ranks=TrainerRanks(world, snapshots, {}),
             )  # fmt: skip
-            asleep = Sleep(register, ATTEMPT, timeout_s=1, start_timeout_s=0.5)
+            asleep = Sleep(register, attempt, timeout_s=1, start_timeout_s=0.5)
             return asleep, publisher
 
         def start(self, member, engine, start=1):
@@ -182,6 +182,16 @@ def test_an_engine_whose_trainer_died_while_it_fell_asleep_is_fenced(house):
         follower.fall_asleep()
     assert house.state("rollout-0") == "FENCED"
     assert engine.calls == []
+
+
+def test_an_engine_of_an_attempt_that_slurm_ended_while_it_fell_asleep_is_not_waited_for(house):
+    """Its owner says something new only once it has read its data again, which may take long."""
+    house.start("rollout-0", FakeSleeper())
+    asleep, _ = house.trainer()
+    asleep._register.note(members.find(house.paths, "rollout-0"), "SYNCING")
+    asleep._register.write()
+    house.trainer(attempt="17.1")[0].fall_asleep()
+    assert not lease.is_with_engines(house.paths, "17.1")
 
 
 def test_an_engine_that_does_not_wake_is_fenced_and_the_other_goes_on(house):
