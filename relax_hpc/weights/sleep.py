@@ -17,8 +17,6 @@ from relax_hpc.weights.transport import each
 _POLL_S = 0.1
 NOTICE_S = 3.0
 """Time until every client knows that an engine is not to be asked: they look once a second."""
-_END_S = 60.0
-"""Time for the owner of an engine to end it."""
 
 
 class Sleep:
@@ -33,7 +31,8 @@ class Sleep:
             register: the publisher's.
             attempt: of the job.
             timeout_s: of falling asleep.
-            start_timeout_s: of an engine's start, which cannot be put to sleep before.
+            start_timeout_s: of an engine's start, which cannot be put to sleep before, and of the
+                end of one that is fenced.
         """
         self._register, self._attempt = register, attempt
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
@@ -121,12 +120,17 @@ class Sleep:
             time.sleep(_POLL_S)
 
     def _wait_for_ends(self) -> None:
-        """Waits for fenced engines to end: nobody can make them release their memory."""
-        deadline = time.monotonic() + _END_S
+        """Waits for fenced engines to end: nobody can make them release their memory.
+
+        A task that died says so of its engine when it has started again, and read its data.
+        """
+        deadline = time.monotonic() + self._start_timeout_s
         while left := [m for m in self._of_attempt() if self._is_to_end(m)]:
             if time.monotonic() > deadline:
                 names = ", ".join(member.id for member in left)
-                raise PeerTimeoutError(f"fenced, and not ended within {_END_S:g} s: {names}")
+                raise PeerTimeoutError(
+                    f"fenced, and not ended within {self._start_timeout_s:g} s: {names}"
+                )
             time.sleep(_POLL_S)
 
     def _is_to_end(self, member: Member) -> bool:

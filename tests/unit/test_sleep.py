@@ -1,5 +1,7 @@
 """Engines on the trainer's GPUs fall asleep and wake: the real register, publisher and records."""
 
+import threading
+
 import pytest
 import torch
 from test_publish import FakeEngine, weights
@@ -49,7 +51,6 @@ class FakeSleeper(FakeEngine):
 def house(tmp_path, monkeypatch):
     """Engines of a run, and the parts of trainers that follow each other."""
     monkeypatch.setattr(sleep, "NOTICE_S", 0.2)
-    monkeypatch.setattr(sleep, "_END_S", 0.5)
     model, paths, engines = tmp_path / "model", RunPaths(tmp_path / "run"), {}
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -58,7 +59,7 @@ def house(tmp_path, monkeypatch):
         def __init__(self):
             self.engines, self.paths = engines, paths
 
-        def trainer(self, attempt=ATTEMPT):
+        def trainer(self, attempt=ATTEMPT, start_timeout_s=0.5):
             ids = ["rollout-0", "rollout-1"]
             register = Register(paths, lambda: ids, lambda m: engines[m.id, m.start])
             specs, world = [Spec("w", torch.float32, ())], SoloWorld()
@@ -67,7 +68,7 @@ def house(tmp_path, monkeypatch):
                 WeightsConfig(), register, BucketPlan.of(specs, 1 << 30),
                 device=torch.device("cpu"), ranks=TrainerRanks(world, snapshots, {}),
             )  # fmt: skip
-            asleep = Sleep(register, attempt, timeout_s=1, start_timeout_s=0.5)
+            asleep = Sleep(register, attempt, timeout_s=1, start_timeout_s=start_timeout_s)
             return asleep, publisher
 
         def start(self, member, engine, start=1):
@@ -182,6 +183,17 @@ def test_an_engine_whose_trainer_died_while_it_fell_asleep_is_fenced(house):
         follower.fall_asleep()
     assert house.state("rollout-0") == "FENCED"
     assert engine.calls == []
+
+
+def test_a_fenced_engine_whose_task_died_is_waited_for_as_long_as_a_start_may_take(house):
+    """The task is started again, and reads its data, before it says anything of its engine."""
+    house.start("rollout-0", FakeSleeper()).alive = False
+    asleep, _ = house.trainer(start_timeout_s=60)
+    again = threading.Timer(1, house.announce, ("rollout-0", "WAITING"), {"start": 2})
+    again.start()
+    asleep.fall_asleep()
+    again.join()
+    assert members.find(house.paths, "rollout-0").state == "WAITING"
 
 
 def test_an_engine_of_an_attempt_that_slurm_ended_while_it_fell_asleep_is_not_waited_for(house):
