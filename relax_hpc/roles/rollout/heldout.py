@@ -126,22 +126,19 @@ class Board:
         shares = read_json(self._paths.heldout_shares(self._rank)) or {}
         split = [key.split("/") for key in shares]
         done = [Due(name, when, int(number)) for of, when, number in split if of == name]
-        folder = self._part(Due(name, "", 0)).parent
-        parts = [folder / part for part in names(folder) if part.endswith(f".{self._rank}.part")]
-        found = [Due(name, when, int(number)) for when, number in map(_when_of, parts)]
+        found = [Due(name, when, int(number)) for when, number in map(_when_of, self._parts(name))]
         return Begun(done, [due for due in found if due not in done and self._lines(due)])
 
     def kept_last(self, names: Sequence[str]) -> int | None:
-        """Returns the bytes of samples that are kept of the last evaluations under way, of some
-        sets; None if all of these are complete. For whoever waits for them."""
+        """Returns the bytes of samples that are kept of evaluations under way, of some sets; None
+        if the last of each of these is complete. For whoever waits for them: those that were under
+        way before come first."""
         shares = read_json(self._paths.heldout_shares(self._rank)) or {}
-        dues = [due for name in names if (due := Due(name, "after", 0)).key not in shares]
-        if not dues:
+        if all(Due(name, "after", 0).key in shares for name in names):
             return None
         num_bytes = 0
-        for due in dues:
+        for part in [part for name in names for part in self._parts(name)]:
             with suppress(FileNotFoundError):
-                part = self._part(due)
                 num_bytes += patiently(part, part.stat).st_size
         return num_bytes
 
@@ -178,6 +175,11 @@ class Board:
         found = [share, *self._others(due.key)]
         if len(found) == self._size:
             log.info("%s", _line(due, found), extra=OF_ALL)
+
+    def _parts(self, name: str) -> list[Path]:
+        """Returns the files of evaluations of a set that are under way."""
+        folder = self._part(Due(name, "", 0)).parent
+        return [folder / part for part in names(folder) if part.endswith(f".{self._rank}.part")]
 
     def _part(self, due: Due) -> Path:
         return self._paths.eval_part(due.name, due.when, due.number, self._rank)

@@ -94,6 +94,19 @@ def test_who_scores_nothing_for_long_is_named_and_who_does_is_waited_for(tmp_pat
     assert 59 + 10 <= engines.looks <= 59 + 13  # one every two seconds, and one a turn
 
 
+def test_who_completes_an_evaluation_that_began_before_the_last_step_is_waited_for_too(tmp_path):
+    """It comes first, and has few places in the engines."""
+    paths = RunPaths(tmp_path)
+    evaluated(paths, 0)
+    board, due = Board(paths, 1, 2), Due("heldout", "during", 3)
+    board.begin(due)
+    slow = {look: lambda: board.keep(due, [ROW]) for look in range(1, 60)}
+    engines = Engines(at_look=slow | {60: lambda: board.add(due, Share.of([ROW]), [ROW])})
+    with pytest.raises(PeerTimeoutError, match=r"policy: rollout-1 scored no held-out"):
+        served(paths, engines, launch__peer_timeout_s=20)
+    assert 60 + 10 <= engines.looks <= 60 + 13
+
+
 @pytest.mark.parametrize("settings", [
     {"eval": {}}, {"launch__layout": "separate", "weights__transport": "files"},
 ])  # fmt: skip
