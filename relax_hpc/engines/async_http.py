@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -29,20 +29,21 @@ class AsyncHttp:
         Args:
             url: "http://host:port".
             token: bearer token.
-            silence_s: longest wait for the next bytes of a reply.
+            silence_s: longest wait for a request to be taken, and then for the next bytes of the
+                reply.
         """
         self.url, self._silence_s = url, silence_s
         self._headers = {**authorization(token), "Content-Type": "application/json"}
         self._session: aiohttp.ClientSession | None = None
-        self._answering: set[aiohttp.ClientResponse] = set()
-        """Replies that are being read."""
+        self._waits = set[asyncio.Timeout]()
+        """Waits of exchanges under way."""
         self._closed = False
 
     async def aclose(self) -> None:
         """Cuts all connections: exchanges under way end with an EngineLostError."""
         self._closed = True
-        for response in self._answering:  # whose readers a session that closes leaves waiting
-            response.close()
+        for wait in self._waits:  # which do not all end with the session
+            wait.reschedule(asyncio.get_running_loop().time())
         if self._session is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_S):
@@ -73,27 +74,41 @@ class AsyncHttp:
         asked = f"{self.url}{path}"
         content = None if body is None else json.dumps(body, separators=(",", ":")).encode()
         try:
-            async with self._opened().request(
-                method, asked, data=content, allow_redirects=False
-            ) as response:
-                self._answering.add(response)
-                try:
-                    if response.status != HTTPStatus.OK:
-                        raise refusal(asked, response.status, await response.read())
-                    async for piece in response.content.iter_any():
-                        yield piece
-                finally:
-                    self._answering.discard(response)
+            async with self._patience():
+                request = self._opened().request(method, asked, data=content, allow_redirects=False)
+                response = await request
+            async with response:
+                if response.status != HTTPStatus.OK:
+                    async with self._patience():
+                        said = await response.read()
+                    raise refusal(asked, response.status, said)
+                while True:
+                    async with self._patience():
+                        piece = await response.content.readany()
+                    if not piece:
+                        break
+                    yield piece
         except ConnectionTimeoutError:
             raise EngineLostError(f"{asked}: no connection within {_CONNECT_S:g} s") from None
         except TimeoutError:
-            raise EngineLostError(f"{asked}: silent for {self._silence_s:g} s") from None
+            why = "this client was closed" if self._closed else f"silent for {self._silence_s:g} s"
+            raise EngineLostError(f"{asked}: {why}") from None
         except (ClientError, OSError) as error:
             raise EngineLostError(f"{asked}: {error!r}") from error
 
-    def _opened(self) -> "aiohttp.ClientSession":
+    @asynccontextmanager
+    async def _patience(self) -> AsyncGenerator[None, None]:
+        """Ends what is awaited in the block when it takes too long, or this client is closed."""
         if self._closed:
-            raise EngineLostError(f"{self.url}: this client was closed")
+            raise TimeoutError
+        async with asyncio.timeout(self._silence_s) as wait:
+            self._waits.add(wait)
+            try:
+                yield
+            finally:
+                self._waits.discard(wait)
+
+    def _opened(self) -> "aiohttp.ClientSession":
         if self._session is None:
             import aiohttp
 
@@ -102,8 +117,6 @@ class AsyncHttp:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=self._headers,
                 skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
-                timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=_CONNECT_S, sock_read=self._silence_s
-                ),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             )
         return self._session

@@ -1,8 +1,9 @@
 """One engine that is asked, and one way to say what went wrong: by threads and by an event loop."""
 
 import asyncio
+import socket
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -147,18 +148,53 @@ def test_exchanges_under_way_end_when_a_client_is_closed_and_none_begins_after_i
         unanswered = asyncio.create_task(client.ask("GET", "/slow"))
         streaming = asyncio.create_task(read())
         async with asyncio.timeout(10):
-            while len(server.seen) < 2 or not pieces:
+            slowly = client.stream("GET", "/endless")  # read on after the end only
+            assert await anext(slowly) == b"more"
+            while len(server.seen) < 3 or not pieces:
                 await asyncio.sleep(0.005)
             await client.aclose()
             with pytest.raises(EngineLostError, match="/slow: "):
                 await unanswered
-            with pytest.raises(EngineLostError, match="/endless: "):
-                await streaming
+            for reading in (streaming, anext(slowly)):
+                with pytest.raises(EngineLostError, match="/endless: "):
+                    await reading
         assert pieces == [b"more"]
         with pytest.raises(EngineLostError, match="was closed"):
             await client.ask("GET", "/json")
 
     asyncio.run(run())
+
+
+def test_what_an_engine_does_not_take_or_accept_ends_with_its_client_and_with_patience():
+    """Of one engine the connection is made, and a body sent that it does not read; of the other
+    even the connection waits."""
+
+    async def run(listener, body):
+        client = AsyncHttp("http://{}:{}".format(*listener.getsockname()), "t", silence_s=60)
+        under_way = asyncio.create_task(client.ask("POST", "/generate", body))
+        await asyncio.sleep(0.2)
+        assert not under_way.done()
+        await client.aclose()
+        async with asyncio.timeout(5):
+            with pytest.raises(EngineLostError, match="/generate: "):
+                await under_way
+
+    async def run_unclosed(listener, body):
+        client = AsyncHttp("http://{}:{}".format(*listener.getsockname()), "t", silence_s=0.3)
+        with pytest.raises(EngineLostError, match=r"/generate: silent for 0\.3 s"):
+            await asyncio.wait_for(client.ask("POST", "/generate", body), 5)
+        await client.aclose()
+
+    large = {"x": "y" * (30 << 20)}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asyncio.run(run(listener, large))
+        asyncio.run(run_unclosed(listener, large))
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, ExitStack() as others:
+        for _ in range(4):
+            other = others.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(listener.getsockname())
+        asyncio.run(run(listener, None))
 
 
 def test_proxies_of_the_environment_are_passed_over(server, monkeypatch):
