@@ -46,8 +46,9 @@ class Scorer:
         self._limits = limits_of(config)
         self._terms, self._if_failed = list[registry.Term](), 0.0
         self._places_per_worker, self._sees_group = 1, False
-        self._free = asyncio.Queue[Worker]()
-        """A worker is in it once for each group that it can take."""
+        self._free = asyncio.Queue[Worker | Exception]()
+        """A worker is in it once for each group that it can take; an error, if one that was lost
+        could not be replaced."""
         self._workers, self._retired = set[Worker](), set[Worker]()
         self._spare: asyncio.Task[Worker] | None = None
         self._background = set[asyncio.Task[Any]]()
@@ -152,10 +153,7 @@ class Scorer:
 
     @asynccontextmanager
     async def _place_at_worker(self) -> AsyncIterator[Worker]:
-        worker = await self._free.get()
-        while not worker.usable:
-            self._retire(worker)
-            worker = await self._free.get()
+        worker = await self._free_worker()
         try:
             yield worker
         finally:
@@ -163,6 +161,16 @@ class Scorer:
                 self._free.put_nowait(worker)
             else:
                 self._retire(worker)
+
+    async def _free_worker(self) -> Worker:
+        while True:
+            found = await self._free.get()
+            if isinstance(found, Exception):
+                self._free.put_nowait(found)  # for all that wait
+                raise found
+            if found.usable:
+                return found
+            self._retire(found)
 
     def _retire(self, worker: Worker) -> None:
         """Replaces a worker that is lost, or has grown; once, however many say so."""
@@ -173,7 +181,11 @@ class Scorer:
             self._in_background(self._replace(worker, spare))
 
     async def _replace(self, worker: Worker, spare: "asyncio.Task[Worker]") -> None:
-        successor = await spare
+        try:
+            successor = await spare
+        except (ConfigError, OSError) as error:
+            self._free.put_nowait(error)
+            return
         for _ in range(self._places_per_worker):
             self._free.put_nowait(successor)
         await worker.drained()

@@ -14,6 +14,7 @@ import pytest
 
 from relax_hpc.config.reward import RewardConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.rewards import scorer as scorer_module
 from relax_hpc.rewards import trial
 from relax_hpc.rewards.contract import Kind, Sample, Score, kind_of
 from relax_hpc.rewards.reward import Reward, Weighted
@@ -136,6 +137,26 @@ def test_the_loop_goes_on_while_a_reward_hangs():
             return count
 
     assert asyncio.run(ticks()) > 30
+
+
+def test_whoever_waits_is_told_that_a_lost_worker_cannot_be_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(scorer_module, "START_AGAIN_S", 0.01)
+    file = tmp_path / "mine.py"
+    file.write_text("import os\ndef score(response):\n    os.kill(os.getpid(), 9)\n")
+
+    async def run():
+        config = RewardConfig(name=f"{file}:score", workers=1)
+        async with Scorer(config) as scorer, asyncio.timeout(60):
+            await scorer._spare
+            file.write_text("def score(:")
+            for _ in range(2):  # the second takes the spare along
+                [score] = await scorer.score([Sample("a")])
+                assert score.error == "the process was killed by SIGKILL"
+            waiting = [scorer.score([Sample("a")]) for _ in range(2)]
+            return await asyncio.gather(*waiting, return_exceptions=True)
+
+    for error in asyncio.run(run()):
+        assert isinstance(error, ConfigError) and "SyntaxError" in str(error)
 
 
 def test_a_cancelled_group_leaves_its_worker_to_the_others():
