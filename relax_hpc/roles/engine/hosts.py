@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from relax_hpc import heartbeat
+from relax_hpc.errors import RelaxError
 from relax_hpc.roles.engine.host import EngineHost
 
 BEAT_S = 1.0
@@ -31,13 +32,18 @@ async def _beat() -> None:
 
 
 async def while_kept(hosts: Sequence[EngineHost], loop: Coroutine[Any, Any, None]) -> None:
-    """Runs the loop to its end; ends it if one of its engines does not come back."""
+    """Runs the loop to its end; ends it if one of its engines does not come back.
+
+    Raises:
+        RelaxError: the loop was cancelled by something within it.
+    """
     running = asyncio.ensure_future(loop)
     failures = [asyncio.ensure_future(host.failure()) for host in hosts]
     beating = asyncio.ensure_future(_beat())
     with heartbeat.phase("loop"):
         await asyncio.wait({running, *failures}, return_when=asyncio.FIRST_COMPLETED)
     beating.cancel()
+    cancelled_itself = running.done() and running.cancelled()
     for task in (running, *failures):
         if not task.done():
             task.cancel()
@@ -45,3 +51,5 @@ async def while_kept(hosts: Sequence[EngineHost], loop: Coroutine[Any, Any, None
     for outcome in await asyncio.gather(*failures, running, return_exceptions=True):
         if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
             raise outcome
+    if cancelled_itself:  # its work is not done
+        raise RelaxError("the loop of the task was cancelled by something that it had called")

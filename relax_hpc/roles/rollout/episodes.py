@@ -130,6 +130,8 @@ class Episodes:
                     running.create_task(rollout(shown, begin(record, seed)))
                     for record, seed in zip(records, seeds, strict=True)
                 ]
+        if any(task.cancelled() for task in tasks):  # else it would pass for an end of the run
+            raise RelaxError(f"{prompt.where}: an episode of the environment cancelled itself")
         outcomes = [task.result() for task in tasks]
         metrics = {"media/prepare_s": prepare_s} if prompt.measured else {}
         return await self._scored(prompt, records, outcomes, metrics)

@@ -21,6 +21,8 @@ from relax_hpc.schema import FinishReason, PromptGroup, Trajectory, key_of_mediu
 from relax_hpc.telemetry.events import EventWriter
 
 POLL_S = 0.05
+BREAK_OFF_S = 5.0
+"""Time for groups to end that are broken off."""
 READY_S = 1.0
 """A finished group waits no longer for others to fill its shard."""
 
@@ -99,7 +101,7 @@ async def run(
     pace, end = Pace(config), end or NoEnd()
     end.begin(start=retired)
     running = dict[asyncio.Task[PromptGroup], int]()
-    while not await _is_over(config, engines, evaluator, credits, running):
+    while not await _is_over(config, engines, evaluator, credits, running, owed):
         credit, version = credits.latest(), await engines.version()
         evaluator.consider(version, trained=credit.step if credit else 0)
         owed.extendleft(reversed(producer.owe_again(credit.owed if credit else ())))
@@ -108,10 +110,8 @@ async def run(
         while not (outbox.full or is_ending) and pace.may_start(_first(owed, rest), version):
             guid = owed.popleft()
             running[asyncio.create_task(group(guid, pace.min_version(guid, version)))] = guid
-        if is_ending and running:
-            await _cancelled(running)
-            owed.extendleft(sorted((g for t, g in running.items() if t.cancelled()), reverse=True))
-            running = {each: guid for each, guid in running.items() if not each.cancelled()}
+        if is_ending:
+            await _break_off(running, owed)
         done = await _some(running)
         outbox.add([task.result() for task in done])
         running = {started: guid for started, guid in running.items() if started not in done}
@@ -130,6 +130,7 @@ async def _is_over(
     evaluator: Evaluator,
     credits: CreditTail,
     running: "dict[asyncio.Task[PromptGroup], int]",
+    owed: deque[int],
 ) -> bool:
     """Whether nothing more is to be trained on, and the engines hold what is to be evaluated last.
 
@@ -137,9 +138,7 @@ async def _is_over(
     last step. One that has lost that step may want what is `running`, and more.
     """
     while (credit := credits.latest()) and credit.finished:
-        for unneeded in running:
-            unneeded.cancel()
-        running.clear()
+        await _break_off(running, owed)
         if not evaluator.owes_last or await engines.version() == config.schedule.num_steps:
             return True
         await asyncio.sleep(POLL_S)
@@ -289,11 +288,18 @@ def means_of(area: str, episodes: Iterable[Mapping[str, float]]) -> dict[str, fl
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 
-async def _cancelled(running: Collection["asyncio.Task[PromptGroup]"]) -> None:
-    """Ends groups where they are; some may be finished all the same."""
+async def _break_off(running: "dict[asyncio.Task[PromptGroup], int]", owed: deque[int]) -> None:
+    """Ends groups where they are, and owes them again.
+
+    Some may be finished all the same, or are held up by an environment that does not heed its end:
+    they stay.
+    """
     for each in running:
         each.cancel()
-    await asyncio.wait(running)
+    if running:
+        await asyncio.wait(running, timeout=BREAK_OFF_S)
+    ended = [each for each in running if each.cancelled()]
+    owed.extendleft(sorted((running.pop(each) for each in ended), reverse=True))
 
 
 async def _some(

@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+from collections import deque
+from contextlib import suppress
 
 import episode_fakes
 import numpy as np
@@ -10,7 +12,10 @@ from episode_fakes import answer
 from role_fakes import Events, Journal, config, row
 
 from relax_hpc.bus.credits import Credit, Owed
+from relax_hpc.environments.record import Record
+from relax_hpc.errors import RelaxError
 from relax_hpc.prompts.source import Prompt
+from relax_hpc.roles.rollout import loop as loop_module
 from relax_hpc.roles.rollout.episodes import seed_of
 from relax_hpc.roles.rollout.loop import Task, owned_guids, publish
 from relax_hpc.sampling.how import How
@@ -218,6 +223,77 @@ def test_a_task_goes_on_if_a_trainer_comes_back_that_has_lost_the_last_step():
     asyncio.run(asyncio.wait_for(loop, 20))
     assert journal.of("put") == [("put", [5])]
     assert [e["when"] for e in events.of("eval")] == ["after"]
+
+
+def test_a_group_that_was_under_way_when_training_seemed_over_is_sampled_all_the_same():
+    journal, events = Journal(), Events()
+
+    class Held(Sampler):
+        """Has no answer for prompt 109 before it is asked again."""
+
+        async def sample(self, given, draft, how, *, seed, homes):
+            if given[-1] == 109 and credits.looks < 30:
+                await asyncio.sleep(60)
+            return await super().sample(given, draft, how, seed=seed, homes=homes)
+
+    class Back:
+        """Says that it has finished, is started again, and lacks group 9."""
+
+        looks = 0
+
+        def latest(self):
+            self.looks += 1
+            is_whole = sum(len(guids) for _, guids in journal.of("put")) == 4
+            sampler.now = STEPS if is_whole else 2
+            return Credit(step=2, policy_version=2, finished=20 < self.looks < 30 or is_whole)
+
+    made = config(
+        schedule__num_steps=STEPS, schedule__prompts_per_step=4, schedule__max_staleness=1,
+        rollout__groups_per_shard=1,
+    )  # fmt: skip
+    prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer=str(i)) for i in range(12)]
+    sampler, credits = Held(2, journal), Back()
+    loop = episode_fakes.run(
+        made, Task(0, 1), prompts, [Prompt(0, [9], "h")], sampler, lambda *_: 1.0,
+        Producer(journal, committed=range(8)), credits, events,
+    )  # fmt: skip
+    asyncio.run(asyncio.wait_for(loop, 20))
+    assert journal.of("put")[-1] == ("put", [9])
+
+
+def test_groups_that_do_not_heed_their_end_hold_up_nobody_and_are_not_asked_for_twice(monkeypatch):
+    monkeypatch.setattr(loop_module, "BREAK_OFF_S", 0.05)
+
+    async def deaf():
+        with suppress(asyncio.CancelledError):
+            await heard.wait()
+        await heard.wait()
+
+    async def run():
+        owed, stays = deque([9]), asyncio.create_task(deaf())
+        running = {stays: 3}
+        running |= {asyncio.create_task(asyncio.sleep(60)): guid for guid in (7, 5)}
+        await asyncio.sleep(0)
+        await asyncio.wait_for(loop_module._break_off(running, owed), 10)
+        heard.set()
+        await stays
+        return owed, list(running.values())
+
+    heard = asyncio.Event()
+    assert asyncio.run(run()) == (deque([5, 7, 9]), [3])
+
+
+def test_an_episode_that_cancels_itself_is_an_error_and_no_end_of_the_run():
+    class Cancels:
+        async def rollout(self, prompt, session):
+            asyncio.current_task().cancel()
+            await asyncio.sleep(0)
+
+    made = episode_fakes.episodes(config(), Sampler(0, Journal()), lambda *_: 1.0, Cancels())
+    prompt = Prompt(0, [1], "", where="p.jsonl:7")
+    asked = made.run(prompt, [Record()], made.how(1.0), 0, [0])
+    with pytest.raises(RelaxError, match=r"p\.jsonl:7: an episode .* cancelled itself"):
+        asyncio.run(asked)
 
 
 def test_the_event_of_a_shard_counts_media_once_and_tokens_of_every_row():

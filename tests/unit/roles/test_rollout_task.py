@@ -10,7 +10,7 @@ from relax_hpc.bus import layout
 from relax_hpc.engines.response import Draft
 from relax_hpc.environments.base import Outcome
 from relax_hpc.environments.record import Call, Record
-from relax_hpc.errors import EngineError
+from relax_hpc.errors import EngineError, RelaxError
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.order import VERSION
@@ -107,7 +107,7 @@ async def scores(group, answer, said):
     return [episode.score.value for episode in made]
 
 
-@pytest.mark.parametrize("fails", ["engine", "loop", "both", None])
+@pytest.mark.parametrize("fails", ["engine", "loop", "itself", "both", None])
 def test_a_rollout_task_ends_with_its_loop_or_with_an_engine_that_does_not_come_back(fails):
     ended = []
 
@@ -121,6 +121,8 @@ def test_a_rollout_task_ends_with_its_loop_or_with_an_engine_that_does_not_come_
         try:
             if fails in ("loop", "both"):
                 raise ValueError("bug")
+            if fails == "itself":
+                raise asyncio.CancelledError
             await asyncio.sleep(0.01 if fails is None else 60)
         finally:
             ended.append(True)
@@ -133,8 +135,8 @@ def test_a_rollout_task_ends_with_its_loop_or_with_an_engine_that_does_not_come_
     if fails is None:
         asyncio.run(run())
     else:
-        match = {"loop": "bug"}.get(fails, "ended 3 times")
-        with pytest.raises((EngineError, ValueError), match=match):
+        match = {"loop": "bug", "itself": "was cancelled by"}.get(fails, "ended 3 times")
+        with pytest.raises((RelaxError, ValueError), match=match):
             asyncio.run(run())
     assert ended == [True]
 
