@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 """An engine that failed is left alone, each time twice as long."""
+_ANSWER_S = 5.0
+"""Time for an engine to say its version, or how busy it is: nobody else waits longer for that."""
 _HOMES = 1 << 16
 """Episodes and prompts whose engine is remembered."""
 _LONG = 1024
@@ -87,6 +89,8 @@ class Pool:
         self._name, self._numbers = uuid.uuid4().hex, itertools.count()
         """Make the rids, which no other pool of an engine has."""
         self._chores = set[asyncio.Task[None]]()
+        self._excused_at = 0.0
+        """Time up to which it was nobody's fault that a sample got nowhere."""
 
     # Engines.
 
@@ -106,6 +110,10 @@ class Pool:
                 ready.append(engine)
         self._consider(*ready)
         self._grant()
+
+    def excuse(self) -> None:
+        """Patience with engines begins anew: for now they cannot serve, and come back."""
+        self._excused_at = time.monotonic()
 
     def rest(self, ids: Collection[str]) -> None:
         """Gives these engines nothing new from now on, as long as there are others: those may be
@@ -142,9 +150,10 @@ class Pool:
 
         async def fit(engine: PoolEngine) -> None:
             try:
-                load = await engine.client.load()
-            except EngineError as error:
-                log.debug("%s", error)
+                async with asyncio.timeout(_ANSWER_S):
+                    load = await engine.client.load()
+            except (EngineError, TimeoutError) as error:
+                log.debug("%s: %r", engine.endpoint.id, error)
             else:
                 in_flight, engine.kv_used = len(engine.in_flight), load.kv_used
                 engine.limit = next_limit(engine.limit, load, in_flight, self._most)
@@ -238,7 +247,7 @@ class Pool:
             while not waiting.granted.done():
                 if any(engine.in_flight for engine in self._engines.values()):
                     since = time.monotonic()  # they get on, or break off after a silence
-                left = since + self._patience_s - time.monotonic()
+                left = max(since, self._excused_at) + self._patience_s - time.monotonic()
                 if left <= 0:
                     raise EngineError(self._explain(waiting.min_version))
                 await asyncio.wait({waiting.granted}, timeout=left)
@@ -322,7 +331,12 @@ class Pool:
             if engine.is_known():
                 return
             try:
-                engine.version = await engine.client.version()
+                async with asyncio.timeout(_ANSWER_S):
+                    engine.version = await engine.client.version()
+            except TimeoutError:
+                at = engine.endpoint.url
+                late = EngineLostError(f"{at}: does not say its version within {_ANSWER_S:g} s")
+                self._failed(engine, late)
             except EngineError as error:
                 self._failed(engine, error)
             engine.asked_at = time.monotonic()

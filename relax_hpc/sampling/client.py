@@ -103,8 +103,7 @@ class PoolClient:
         Raises:
             PeerTimeoutError: there was none for as long as patience lasts.
         """
-        if self._watch and self._watch.done():
-            self._watch.result()
+        self._check_watch()
         version = await self._pool.version()
         if version is not None:
             self._served_at = time.monotonic()
@@ -125,6 +124,7 @@ class PoolClient:
         homes: Sequence[Hashable],
     ) -> Coroutine[Any, Any, Generation]:
         """Samples as `environments.session.Sampler` says."""
+        self._check_watch()
         sampling = Sampling(
             how.temperature,
             how.max_new_tokens,
@@ -154,10 +154,16 @@ class PoolClient:
         Raises:
             EngineError: no engine could be asked for as long as patience lasts.
         """
+        self._check_watch()
         sampling = Sampling(temperature, max_new_tokens, (self._stop_token,))
         return await self._pool.sample(
             given, seed, sampling, min_version=0, homes=(), draft=Draft()
         )
+
+    def _check_watch(self) -> None:
+        """Raises what the looks at the records have ended with."""
+        if self._watch and self._watch.done():
+            self._watch.result()
 
     async def _look_again(self) -> None:
         while True:
@@ -191,6 +197,7 @@ class PoolClient:
         states = {held.members[name].state for name in self._ids if name in held.members}
         if "ASLEEP" in states:
             self._served_at = time.monotonic()  # the trainer has its GPUs, and gives them back
+            self._pool.excuse()
         return not states.isdisjoint({"ASLEEP", "SYNCING"})
 
     def _engine_states(self, held: Roster | None) -> dict[Endpoint, EngineState]:

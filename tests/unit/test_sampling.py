@@ -28,7 +28,7 @@ SECRET = RunSecret(bytes(32))
 class Pool:
     """Answers a prompt and a seed with both."""
 
-    loads = ()
+    loads, is_excused = (), False
 
     def __init__(self, connect, **settings):
         self.connect, self.settings, self.asked, self.now = connect, settings, [], 3
@@ -45,6 +45,9 @@ class Pool:
 
     async def adapt(self):
         pass
+
+    def excuse(self):
+        self.is_excused = True
 
     async def aclose(self):
         pass
@@ -145,6 +148,26 @@ def test_while_engines_sleep_for_the_trainer_nobody_loses_patience(sampler_of, m
     clock.now = 500.0
     assert asyncio.run(sampler._look()) is True
     assert asyncio.run(sampler.version()) is None
+    assert sampler._pool.is_excused
+
+
+def test_whoever_asks_is_told_what_ended_the_looks_at_the_records(sampler_of, monkeypatch):
+    monkeypatch.setattr(sampling_client, "_LOOK_S", 0.01)
+    sampler, _ = sampler_of()
+
+    async def run():
+        async with sampler:
+            sampler._members.get = lambda *_: 1 / 0
+            await asyncio.wait({sampler._watch}, timeout=10)
+            for ask in (
+                sampler.version,
+                lambda: sampler.complete([1], 5),
+                lambda: sampler.sample([1], Draft(), How(0.7, 17, 1000), seed=8, homes=()),
+            ):
+                with pytest.raises(ZeroDivisionError):
+                    await ask()
+
+    asyncio.run(run())
 
 
 def test_loads_are_noted_now_and_then_as_what_came_since_also_after_a_restart(monkeypatch):

@@ -3,10 +3,13 @@
 import asyncio
 from types import SimpleNamespace
 
+import pytest
+
+from relax_hpc.engines import pool as pool_module
 from relax_hpc.engines.pool import Pool
 from relax_hpc.engines.pool_engine import Endpoint
-from relax_hpc.engines.response import Sampling
-from relax_hpc.errors import EngineLostError
+from relax_hpc.engines.response import Load, Sampling
+from relax_hpc.errors import EngineError, EngineLostError
 from relax_hpc.schema import FinishReason
 
 SAMPLING = Sampling(0.7, 8, (2,))
@@ -107,6 +110,52 @@ def test_a_sample_that_waits_gets_an_engine_as_soon_as_it_serves_the_policy_that
         ("e1", 2),
         ("e3", 3),
     ]
+
+
+def test_one_that_answers_nothing_holds_up_neither_the_others_nor_who_asks_how_all_are(monkeypatch):
+    monkeypatch.setattr(pool_module, "_ANSWER_S", 0.05)
+    asked, loads = [None], []
+
+    class Hangs(Client):
+        async def version(self):
+            await asyncio.sleep(60 * (self.at.id == "e9"))
+            return self.now
+
+        async def load(self):
+            loads.append(self.at.id)
+            await asyncio.sleep(60 * (self.at.id == "e9"))
+            return Load(0, 0, 1.0)
+
+    async def run():
+        pool = Pool(lambda at: Hangs(at, asked), max_in_flight=10, patience_s=60)
+        first = asyncio.create_task(pool.sample([1], 1, SAMPLING))
+        ends = [Endpoint(name, "0", f"http://{name}", "t") for name in ("e1", "e9")]
+        pool.enlist(dict.fromkeys(ends, "serving"))
+        async with asyncio.timeout(10):
+            await first
+            assert await pool.version() == 1
+            while "e9" not in loads:
+                await pool.adapt()
+                await asyncio.sleep(0.01)
+        await pool.aclose()
+
+    asyncio.run(run())
+    assert [name for name, *_ in asked[1:]] == ["e1"]
+
+
+def test_patience_begins_anew_while_engines_are_excused():
+    async def run():
+        pool = Pool(lambda at: Client(at, [None]), max_in_flight=4, patience_s=0.4)
+        waits = asyncio.create_task(pool.sample([1], 1, SAMPLING))
+        for _ in range(10):
+            await asyncio.sleep(0.1)
+            pool.excuse()
+        assert not waits.done()
+        with pytest.raises(EngineError, match=r"for 0\.4 s"):
+            await asyncio.wait_for(waits, 10)
+        await pool.aclose()
+
+    asyncio.run(run())
 
 
 def test_samples_that_wait_are_spread_over_engines_that_come_together():
