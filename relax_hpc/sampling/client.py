@@ -9,6 +9,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -82,6 +84,8 @@ class PoolClient:
         self._slow = SlowEngines() if pool.drain_slow else None
         self._events = events
         self._watch: asyncio.Task[None] | None = None
+        # Its own: those of the loop may all be busy with what environments do.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"looks for {name}")
         self._served_at = time.monotonic()
 
     async def __aenter__(self) -> Self:
@@ -96,6 +100,7 @@ class PoolClient:
         if self._meter:
             self._meter.note(self._pool.loads, last=True)
         await self._pool.aclose()
+        self._thread.shutdown(wait=False)
 
     async def version(self) -> int | None:
         """The oldest policy that a sample may be given to now; None while there is no engine.
@@ -190,8 +195,10 @@ class PoolClient:
 
     async def _look(self) -> bool:
         """Brings the pool up to date. Returns whether its engines will soon serve again."""
-        held = await asyncio.to_thread(self._roster) if self._follows else None
-        self._pool.enlist(await asyncio.to_thread(self._engine_states, held))
+        loop = asyncio.get_running_loop()
+        held = await loop.run_in_executor(self._thread, self._roster) if self._follows else None
+        states_of = partial(self._engine_states, held)
+        self._pool.enlist(await loop.run_in_executor(self._thread, states_of))
         if held is None:
             return False
         states = {held.members[name].state for name in self._ids if name in held.members}

@@ -3,6 +3,8 @@
 import asyncio
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -168,6 +170,24 @@ def test_whoever_asks_is_told_what_ended_the_looks_at_the_records(sampler_of, mo
                     await ask()
 
     asyncio.run(run())
+
+
+def test_records_are_looked_at_however_busy_the_threads_of_the_loop_are(sampler_of):
+    sampler, paths = sampler_of()
+    announce(paths, "rollout-0")
+    over = threading.Event()
+
+    async def run():
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        busy = asyncio.create_task(asyncio.to_thread(over.wait, 60))
+        try:
+            await asyncio.wait_for(sampler._look(), 10)
+        finally:
+            over.set()
+        await busy
+
+    asyncio.run(run())
+    assert sampler._pool.states == {at("rollout-0"): "serving"}
 
 
 def test_loads_are_noted_now_and_then_as_what_came_since_also_after_a_restart(monkeypatch):
