@@ -124,10 +124,9 @@ class Episodes:
                 made = TurnMedia(self._media_tokens, self._workers, self._config.prompts)
                 turns = await opened.enter_async_context(made)
             begin = partial(self._session, shown, how, group, turns)
-            rollout = self._environment.rollout
             async with asyncio.TaskGroup() as running:
                 tasks = [
-                    running.create_task(rollout(shown, begin(record, seed)))
+                    running.create_task(self._played(shown, begin(record, seed)))
                     for record, seed in zip(records, seeds, strict=True)
                 ]
         if any(task.cancelled() for task in tasks):  # else it would pass for an end of the run
@@ -135,6 +134,13 @@ class Episodes:
         outcomes = [task.result() for task in tasks]
         metrics = {"media/prepare_s": prepare_s} if prompt.measured else {}
         return await self._scored(prompt, records, outcomes, metrics)
+
+    async def _played(self, prompt: Prompt, session: Session) -> Outcome:
+        try:
+            return await self._environment.rollout(prompt, session)
+        except SystemExit as error:  # which would end the task as if the run were over
+            where = f"{prompt.where}: an episode of the environment"
+            raise RelaxError(f"{where} called sys.exit({error.code!r})") from error
 
     @asynccontextmanager
     async def _with_media(self, prompt: Prompt) -> AsyncIterator[Prompt]:

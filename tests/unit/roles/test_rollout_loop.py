@@ -2,8 +2,11 @@
 
 import asyncio
 import itertools
+import re
+import sys
 from collections import deque
 from contextlib import suppress
+from types import SimpleNamespace
 
 import episode_fakes
 import numpy as np
@@ -283,17 +286,32 @@ def test_groups_that_do_not_heed_their_end_hold_up_nobody_and_are_not_asked_for_
     assert asyncio.run(run()) == (deque([5, 7, 9]), [3])
 
 
-def test_an_episode_that_cancels_itself_is_an_error_and_no_end_of_the_run():
-    class Cancels:
-        async def rollout(self, prompt, session):
-            asyncio.current_task().cancel()
-            await asyncio.sleep(0)
+async def cancels_itself():
+    asyncio.current_task().cancel()
+    await asyncio.sleep(0)
 
-    made = episode_fakes.episodes(config(), Sampler(0, Journal()), lambda *_: 1.0, Cancels())
+
+async def exits():
+    sys.exit(0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"), [(cancels_itself, "cancelled itself"), (exits, r"called sys\.exit\(0\)")]
+)
+def test_an_episode_that_ends_its_task_is_an_error_and_no_end_of_the_run(ends, said):
+    environment = SimpleNamespace(rollout=lambda *_: ends())
+    made = episode_fakes.episodes(config(), Sampler(0, Journal()), lambda *_: 1.0, environment)
     prompt = Prompt(0, [1], "", where="p.jsonl:7")
-    asked = made.run(prompt, [Record()], made.how(1.0), 0, [0])
-    with pytest.raises(RelaxError, match=r"p\.jsonl:7: an episode .* cancelled itself"):
-        asyncio.run(asked)
+
+    async def run():
+        with pytest.raises((RelaxError, ExceptionGroup)) as found:
+            await made.run(prompt, [Record()], made.how(1.0), 0, [0])
+        error = found.value
+        return error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+
+    error = asyncio.run(run())
+    assert isinstance(error, RelaxError)
+    assert re.fullmatch(rf"p\.jsonl:7: an episode of the environment {said}", str(error))
 
 
 def test_the_event_of_a_shard_counts_media_once_and_tokens_of_every_row():
