@@ -43,7 +43,8 @@ class AsyncHttp:
         """Cuts all connections: exchanges under way end with an EngineLostError."""
         self._closed = True
         for wait in self._waits:  # which do not all end with the session
-            wait.reschedule(asyncio.get_running_loop().time())
+            if not wait.expired():
+                wait.reschedule(asyncio.get_running_loop().time())
         if self._session is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_S):
