@@ -10,12 +10,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from relax_hpc.engines import capabilities
 from relax_hpc.engines.generation import GenerationClient
 from relax_hpc.engines.process import start_engine
 from relax_hpc.engines.response import Sampling
 from relax_hpc.engines.sglang import features
+from relax_hpc.engines.sglang.kept import Kept
 from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.errors import EngineError
 from relax_hpc.media import wire
@@ -41,6 +43,11 @@ class Handler(BaseHTTPRequestHandler):
         chunk = ANSWER
         if sent and not sent.contents and self.server.is_elsewhere:
             chunk = {"error": {"message": f"{wire.MISSING}: nothing there", "code": 400}}
+        elif sent and self.server.elsewhere:
+            try:
+                self.server.elsewhere.answer(sent)
+            except ValueError as error:
+                chunk = {"error": {"message": str(error), "code": 400}}
         self.send_response(200)
         self.end_headers()
         self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\ndata: [DONE]\n\n")
@@ -53,6 +60,7 @@ class Handler(BaseHTTPRequestHandler):
 def server():
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.seen, server.is_elsewhere, server.daemon_threads = [], False, True
+        server.elsewhere = None
         server.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, args=[0.02])
         thread.start()
@@ -101,6 +109,55 @@ def test_an_engine_elsewhere_says_so_once_and_is_sent_the_arrays(server, view):
     sent = [wire.view_of(body["image_data"][0]).contents for body in server.seen]
     content = Path(view.media[0].path).read_bytes()
     assert sent == [(), (content,), (content,)]
+
+
+class Elsewhere:
+    """What an engine of another node keeps. The second who names a file waits to be told that it is
+    not there until the first comes with what is in it."""
+
+    def __init__(self):
+        self.kept, self.loop = Kept(1000), asyncio.new_event_loop()
+        self.named, self.come = [], threading.Event()
+        self.first, self.again = threading.Event(), threading.Event()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def answer(self, sent):
+        if sent.contents:
+            assert self.again.wait(20)
+        asyncio.run_coroutine_threadsafe(self._of(sent), self.loop).result(20)
+
+    async def _of(self, sent):
+        making = asyncio.create_task(
+            self.kept.of(sent.view.media[0].digest, lambda: self._made(sent))
+        )
+        await asyncio.sleep(0)
+        if sent.contents:
+            self.come.set()
+        return await making
+
+    def _made(self, sent):
+        if sent.contents:
+            return torch.from_numpy(wire.array_in(sent.contents[0]).ravel()[:9])
+        self.named.append(sent)
+        (self.again if self.first.is_set() else self.first).set()
+        assert len(self.named) == 1 or self.come.wait(20)
+        raise ValueError(f"{wire.MISSING}: not on this node")
+
+
+def test_contents_are_looked_at_though_another_task_has_just_named_the_file(server, view):
+    server.elsewhere = Elsewhere()
+
+    async def run():
+        how = Sampling(1.0, 1, view=view)
+        async with (
+            GenerationClient(server.url, "t") as one,
+            GenerationClient(server.url, "t") as other,
+        ):
+            first = asyncio.create_task(one.sample([1] * 9, 5, how, version=3))
+            assert await asyncio.to_thread(server.elsewhere.first.wait, 20)
+            return await asyncio.gather(first, other.sample([1] * 9, 5, how, version=3))
+
+    assert [done.token_ids for done in asyncio.run(run())] == [[7], [7]]
 
 
 def test_the_embedded_engine_refuses_media_by_name(checkpoints, view, tmp_path):

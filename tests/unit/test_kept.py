@@ -127,3 +127,25 @@ def test_an_error_goes_to_all_who_wait_and_is_not_kept():
         assert (await asked.of(1))[0] == 1 and asked.made == [1] and asked.is_counted()
 
     asyncio.run(run())
+
+
+def test_who_brings_the_contents_does_not_fail_with_one_who_named_a_file_that_is_not_there():
+    """An engine on another node is asked by files, and then with what is in them."""
+
+    async def run():
+        asked, gate = Asked(most=2), threading.Event()
+
+        def missing():
+            assert gate.wait(20)
+            raise ValueError("not on this node")
+
+        bare = [asyncio.create_task(asked.kept.of(key_of(1), missing)) for _ in range(2)]
+        await asyncio.sleep(0)
+        whole = [asyncio.create_task(asked.of(1)) for _ in range(2)]
+        await asyncio.sleep(0)
+        gate.set()
+        first, second, third, fourth = await asyncio.gather(*bare, *whole, return_exceptions=True)
+        assert str(first) == str(second) == "not on this node"
+        assert third[0] == 1 and fourth is third and asked.made == [1] and asked.is_counted()
+
+    asyncio.run(run())

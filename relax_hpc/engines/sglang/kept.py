@@ -24,15 +24,19 @@ class Kept:
 
     async def of(self, key: bytes, make: Callable[[], "Tensor"]) -> "Tensor":
         """Returns the tensor of a key, which `make` makes in a thread unless it is kept or being
-        made; what `make` raises goes to all who wait for it, and is not kept.
+        made; what `make` raises goes to who gave it.
 
-        One who goes away before it is made takes it from nobody else.
+        Who waits for another's `make`, which may fail where the own one does not, goes on with the
+        own. One who goes away before it is made takes it from nobody else.
         """
+        while (other := self._making.get(key)) is not None:
+            await asyncio.wait([other])
+            if not other.cancelled() and other.exception() is None:
+                return other.result()
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        if key not in self._making:
-            self._making[key] = asyncio.create_task(self._made(key, make))
+        self._making[key] = asyncio.create_task(self._made(key, make))
         return await asyncio.shield(self._making[key])
 
     async def _made(self, key: bytes, make: Callable[[], "Tensor"]) -> "Tensor":
