@@ -45,13 +45,19 @@ def decoded(source: Source, audio: Audio) -> npt.NDArray[np.float32]:
         [samples], of [-1, 1].
 
     Raises:
-        ConfigError: it is damaged, or silent; the sound of a video may be silent.
+        ConfigError: it is damaged, or silent, or has samples that are no numbers; the sound of a
+            video may be silent.
     """
     samples, rate = _of_video(source) if source.is_of_video else _of_sound(source)
     if rate != audio.sampling_rate:
         import soxr
 
         samples = soxr.resample(samples, rate, audio.sampling_rate, quality="HQ")
+    if not np.isfinite(samples).all():
+        raise source.refused(
+            "has samples that are infinite or no numbers; write it again in 16 bits, e.g. "
+            "ffmpeg -i it it.flac"
+        )
     return np.ascontiguousarray(samples, np.float32)
 
 

@@ -32,9 +32,9 @@ def read_facts(source: Source, recipe: Recipe) -> Facts:
         first = next(container.decode(stream), None)
         if first is None:
             return Facts("video", kind, 2, 2)
-        count = stream.frames or _counted(container, stream)
+        count = stream.frames if _are_all_shown(stream) else _counted(container, stream)
         height, width = first.height, first.width
-        if first.rotation % 180:
+        if _quarters(first) % 2:
             height, width = width, height
         return Facts("video", kind, height, width, count, float(stream.average_rate or 0))
 
@@ -70,10 +70,25 @@ def _of_list(source: Source, recipe: Recipe) -> Facts:
     return Facts("video", MediaKind.FRAMES, height, width, len(facts), fps)
 
 
+def _are_all_shown(stream: "VideoStream") -> bool:
+    """Whether the header counts the frames, and says that they last as long as the video: where
+    one was cut without being encoded again, its first and last frames are there to decode others.
+    """
+    if not stream.frames or not stream.duration or not stream.time_base:
+        return stream.frames > 0
+    last = stream.duration * stream.time_base * (stream.average_rate or 0)
+    return round(last) == stream.frames
+
+
 def _counted(container: "InputContainer", stream: "VideoStream") -> int:
-    """Counts the frames where the header does not, without decoding them."""
+    """Counts the frames that are shown, without decoding them."""
     container.seek(0)
-    return sum(1 for packet in container.demux(stream) if packet.size)
+    return sum(1 for each in container.demux(stream) if each.size and not each.is_discard)
+
+
+def _quarters(frame: "VideoFrame") -> int:
+    """Quarter turns against the clock; an angle between two is the nearer one."""
+    return round(frame.rotation / 90) % 4
 
 
 def _frames(source: Source, facts: Facts, wanted: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
@@ -86,7 +101,7 @@ def _frames(source: Source, facts: Facts, wanted: Sequence[int]) -> Iterator[npt
             seen = number + 1
             if number in chosen:
                 _check_time(source, frame, number, start_s, facts.fps, apart_s / 2)
-                turned = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+                turned = np.rot90(frame.to_ndarray(format="rgb24"), _quarters(frame))
                 yield np.ascontiguousarray(turned)
             if number >= wanted[-1]:
                 break

@@ -38,6 +38,16 @@ def size(width, height):
     return encoded(Image.new("RGB", (width, height)))
 
 
+def floats(of_one):
+    """Half a second of sound in floats, one of which is `of_one`."""
+    import soundfile
+
+    wave, made = np.sin(np.arange(8000) / 5), io.BytesIO()
+    wave[777] = of_one
+    soundfile.write(made, wave, 16000, format="WAV", subtype="DOUBLE")
+    return made.getvalue()
+
+
 VARIABLE = [*range(10), *range(60, 90), *range(200, 210)]
 CASES = {
     "empty image": ("image", b"", "is empty; replace it, or remove the line"),
@@ -64,6 +74,9 @@ CASES = {
     "empty sound": ("audio", b"", "is empty"),
     "no sound": ("audio", tone(0), "has 0 s of sound, fewer than 0.025; replace it"),
     "silence": ("audio", tone(0.5, loud=0), "is silent; replace it, or remove the line"),
+    "no numbers": ("audio", floats(np.nan), "has samples that are infinite or no numbers; write"),
+    "infinite": ("audio", floats(np.inf), "has samples that are infinite or no numbers; write"),
+    "beyond floats": ("audio", floats(1e200), "has samples that are infinite or no numbers; wri"),
     "8 channels": ("audio", tone(0.5, channels=8), "has 8 channels; mix it down to one or two"),
     "long sound": ("audio", tone(2.5), "has 2.5 s of sound, prompts.media.audio_max_s = 2; cut"),
     "truncated sound": ("audio", tone(0.5, form="FLAC")[:60], "is FLAC that cannot be decoded: "),

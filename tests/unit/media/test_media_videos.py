@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from media_files import clip, of_transformers, photo, recipe_of, source
+from media_files import clip, cut, of_transformers, photo, recipe_of, source
 from PIL import Image
 
 from relax_hpc.media.canonical import canonical, measured
@@ -115,6 +115,25 @@ def test_the_frames_that_are_said_are_those_that_are_taken(small, mp4, form):
     found = canonical(medium, small).array
     assert found.shape == (8, *medium.extent.size, 3)
     assert grey_levels(found) == [n % 11 for n in medium.extent.frames]
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 20), (5, 40), (15, 40), (15, 30)])
+def test_of_a_clip_that_was_cut_the_frames_that_are_left_are_all(small, mp4, begin, end):
+    """The header counts those that are not shown, too."""
+    medium = measured(source(cut(mp4, begin / 10, end / 10), "video"), small)
+    assert (medium.facts.num_frames, medium.facts.fps) == (end - begin, 10)
+    found = canonical(medium, small).array
+    assert grey_levels(found) == [(begin + n) % 11 for n in medium.extent.frames]
+    assert medium.extent.frames[-1] == end - begin - 1
+
+
+@pytest.mark.parametrize(("turned", "quarters"), [(40, 0), (50, 1), (89, 1), (-50, 3), (-140, 2)])
+def test_a_clip_that_is_not_turned_by_quarters_is_by_the_nearest(small, turned, quarters):
+    upright, skew = (
+        canonical(measured(source(clip(EVEN, turned=each), "video"), small), small).array
+        for each in (0, turned)
+    )
+    assert np.array_equal(skew, np.rot90(upright, quarters, (1, 2)))
 
 
 @pytest.mark.parametrize(("turned", "corner"), [(90, (-1, 0)), (180, (-1, -1)), (-90, (0, -1))])
