@@ -59,6 +59,8 @@ class MediaWorkers:
         self._recipe, self._num_workers = recipe, num_workers or min(cores, MOST_WORKERS)
         self._parent, self._store, self._open = parent, store, ExitStack()
         self._spool: Spool | None = None
+        # Who is decoded beside one that ends its process is decoded again, in a process of its own.
+        self._room = asyncio.Semaphore(self._num_workers)
         self._pool: ProcessPoolExecutor | None = None
         self._tasks = set[_Task]()
 
@@ -67,6 +69,7 @@ class MediaWorkers:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._spool = None
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -105,13 +108,15 @@ class MediaWorkers:
             self._spool.release(done.result()[1].digest)
 
     async def _one(self, spool: Spool, medium: Measured) -> tuple[Medium, Spooled]:
-        pool, draft = self._running(), spool.draft()
-        try:
-            made, digest = await self._in(pool, medium, draft)
-        except BrokenProcessPool:  # by this medium, or by another that was decoded beside it
-            if self._pool is pool:
-                self._pool = None
-            made, digest = await self._alone(medium, draft)
+        draft = spool.draft()
+        async with self._room:
+            pool = self._running()
+            try:
+                made, digest = await self._in(pool, medium, draft)
+            except BrokenProcessPool:  # by this medium, or by another that was decoded beside it
+                if self._pool is pool:
+                    self._pool = None
+                made, digest = await self._alone(medium, draft)
         return made, Spooled(medium.extent, digest, spool.keep(draft, digest))
 
     async def _alone(self, medium: Measured, draft: Path) -> tuple[Medium, bytes]:
@@ -133,6 +138,7 @@ class MediaWorkers:
         return await loop.run_in_executor(pool, _make, medium, self._recipe, draft, self._store)
 
     def _running(self) -> ProcessPoolExecutor:
+        assert self._spool is not None, "it has ended"
         if self._pool is None:
             self._pool = _new_pool(self._num_workers)
         return self._pool

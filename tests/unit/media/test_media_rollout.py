@@ -17,7 +17,7 @@ from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.environments.base import Outcome
 from relax_hpc.environments.record import Record, record_of
 from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.media import wire
+from relax_hpc.media import wire, workers
 from relax_hpc.media.canonical import canonical, measured
 from relax_hpc.media.expand import Span
 from relax_hpc.media.recipe import read_recipe
@@ -302,27 +302,39 @@ def test_who_is_cancelled_while_media_are_decoded_leaves_no_file(recipe, tmp_pat
     asyncio.run(run())
 
 
-def test_a_medium_that_kills_its_decoder_is_named_and_others_are_decoded(recipe, tmp_path):
-    """A worker that dies takes the pool with it: whoever was decoded beside is done again."""
+def test_a_medium_that_kills_its_decoder_is_named_and_others_are_decoded(
+    recipe, tmp_path, monkeypatch
+):
+    """A worker that dies takes the pool with it: whoever was decoded beside is done again. Those
+    who waited go on in one new pool, for there may be hundreds of them."""
+    pools = []
+
+    def new_pool(size):
+        pools.append(size)
+        return a_pool(size)
+
+    a_pool = workers._new_pool
+    monkeypatch.setattr(workers, "_new_pool", new_pool)
     good = measured(source(photo(64, 96)), recipe)
     bad = measured(source(photo(64, 96, seed=9)), recipe)
     bad = bad._replace(source=Deadly(*bad.source))
 
     async def run():
-        async with MediaWorkers(recipe, 1, tmp_path) as workers:
+        async with MediaWorkers(recipe, 1, tmp_path) as looks:
 
             async def look(medium):
-                async with workers.prepared([medium], []) as made:
+                async with looks.prepared([medium], []) as made:
                     return made.view.media[0].digest
 
             return await asyncio.gather(
-                *(look(each) for each in (bad, good, good)), return_exceptions=True
+                *(look(each) for each in (bad, good, good, good)), return_exceptions=True
             )
 
     [error, *digests] = asyncio.run(run())
     assert isinstance(error, ConfigError)
     assert "x.jsonl, line 3: image 1: ends the process that decodes it" in str(error)
-    assert digests == [canonical(good, recipe).digest] * 2
+    assert digests == [canonical(good, recipe).digest] * 3
+    assert pools == [1, 1, 1], "all, the one that kills, all"
 
 
 def test_a_view_is_the_same_after_the_wire_and_other_texts_are_refused(recipe, tmp_path):
