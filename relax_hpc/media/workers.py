@@ -22,6 +22,8 @@ from relax_hpc.schema import Medium
 
 MOST_WORKERS = 8
 """Processes of a task, if the job does not say how many."""
+DEADLY = "ends the process that decodes it; replace it, or remove the line"
+"""What is said of a medium that does."""
 _Task = asyncio.Task[tuple[Medium, Spooled]]
 
 
@@ -121,13 +123,11 @@ class MediaWorkers:
 
     async def _alone(self, medium: Measured, draft: Path) -> tuple[Medium, bytes]:
         draft.unlink(missing_ok=True)
-        pool = _new_pool(1)
+        pool = new_pool(1)
         try:
             return await self._in(pool, medium, draft)
         except BrokenProcessPool:
-            raise medium.source.refused(
-                "ends the process that decodes it; replace it, or remove the line"
-            ) from None
+            raise medium.source.refused(DEADLY) from None
         finally:
             pool.shutdown(wait=False)
 
@@ -140,11 +140,12 @@ class MediaWorkers:
     def _running(self) -> ProcessPoolExecutor:
         assert self._spool is not None, "it has ended"
         if self._pool is None:
-            self._pool = _new_pool(self._num_workers)
+            self._pool = new_pool(self._num_workers)
         return self._pool
 
 
-def _new_pool(size: int) -> ProcessPoolExecutor:
+def new_pool(size: int) -> ProcessPoolExecutor:
+    """Processes that decode, and end with this one."""
     spawn = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(size, spawn, initializer=end_with, initargs=(os.getpid(),))
 

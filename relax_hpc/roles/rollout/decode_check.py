@@ -1,10 +1,8 @@
 """Decodes every medium of a run's prompts: before anything is queued, where the user asks for it;
 when the run starts, where rows with broken media are left out."""
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import NamedTuple
@@ -14,6 +12,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.media.canonical import canonical, measured_all
 from relax_hpc.media.recipe import Recipe, read_recipe
 from relax_hpc.media.source import Source
+from relax_hpc.media.workers import DEADLY, new_pool
 from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.source import Examined, PromptSource
 from relax_hpc.roles.rollout import prompt_check
@@ -38,7 +37,7 @@ def decode(config: RunConfig, advance: Callable[[int, int], None]) -> Decoded:
         advance: is told how many rows are done, of how many.
 
     Raises:
-        ConfigError: data cannot be opened, or a decoder ended its process.
+        ConfigError: data cannot be opened.
     """
     recipe = read_recipe(config.model.path, config.prompts.media)
     if recipe is None:
@@ -49,13 +48,12 @@ def decode(config: RunConfig, advance: Callable[[int, int], None]) -> Decoded:
     files = prompt_check.open_files(config)
     every = [files.train, *files.heldout.values()]
     total, done, num_media, refused = sum(map(len, every)), 0, 0, list[str]()
-    with _processes(config) as pool:
-        for records in every:
-            for block in _decoded(pool, recipe, records, range(len(records))):
-                num_media += block.num_media
-                refused += [line for _, line in block.refused]
-                done += block.num_rows
-                advance(done, total)
+    for records in every:
+        for block in _decoded(config, recipe, records, range(len(records))):
+            num_media += block.num_media
+            refused += [line for _, line in block.refused]
+            done += block.num_rows
+            advance(done, total)
     return Decoded(num_media, refused)
 
 
@@ -77,17 +75,16 @@ def decoded(
     if recipe is None:
         return dict(found)
     whole = {}
-    with _processes(config) as pool:
-        for key, each in found.items():
-            known = {row for row, _ in each.bad}
-            left = [row for row in rows[key] if row not in known]
-            more = [
-                (row, line)
-                for block in _decoded(pool, recipe, sources[key].records, left)
-                for row, line in block.refused
-            ]
-            first = dict(reversed(more))  # a line for each row
-            whole[key] = each._replace(bad=sorted([*each.bad, *first.items()]))
+    for key, each in found.items():
+        known = {row for row, _ in each.bad}
+        left = [row for row in rows[key] if row not in known]
+        more = [
+            (row, line)
+            for block in _decoded(config, recipe, sources[key].records, left)
+            for row, line in block.refused
+        ]
+        first = dict(reversed(more))  # a line for each row
+        whole[key] = each._replace(bad=sorted([*each.bad, *first.items()]))
     return whole
 
 
@@ -98,30 +95,48 @@ class _Block(NamedTuple):
     """Rows, and what is wrong with each; one may be there several times."""
 
 
-def _processes(config: RunConfig) -> ProcessPoolExecutor:
-    workers = config.prompts.media.workers or len(os.sched_getaffinity(0))
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
-
-
 def _decoded(
-    pool: ProcessPoolExecutor, recipe: Recipe, records: Records, rows: Sequence[int]
+    config: RunConfig, recipe: Recipe, records: Records, rows: Sequence[int]
 ) -> Iterator[_Block]:
     """Decodes the media of rows, some rows at a time."""
-    for first in range(0, len(rows), _BLOCK):
-        block = rows[first : first + _BLOCK]
-        refused: list[tuple[int, str]] = []
-        media = [_media_of(records, row, refused) for row in block]
-        try:
-            lines = pool.map(partial(_refused, recipe), media, chunksize=4)
+    workers = config.prompts.media.workers or len(os.sched_getaffinity(0))
+    pool = new_pool(workers)
+    try:
+        for first in range(0, len(rows), _BLOCK):
+            block = rows[first : first + _BLOCK]
+            refused: list[tuple[int, str]] = []
+            media = [_media_of(records, row, refused) for row in block]
+            lines = list[list[str]]()
+            try:
+                lines.extend(pool.map(partial(_refused, recipe), media, chunksize=4))
+            except BrokenProcessPool:  # by a medium of those that are not done
+                pool.shutdown()
+                lines += _one_by_one(recipe, media[len(lines) :])
+                pool = new_pool(workers)
             refused += [
                 (row, line) for row, each in zip(block, lines, strict=True) for line in each
             ]
-        except BrokenProcessPool:
-            raise ConfigError(
-                f"a decoder ended its process, on a medium from {records.where(block[0])} to "
-                f"{records.where(block[-1])}; remove half of these lines at a time to find which"
-            ) from None
-        yield _Block(len(block), sum(map(len, media)), refused)
+            yield _Block(len(block), sum(map(len, media)), refused)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _one_by_one(recipe: Recipe, media: Sequence[Sequence[Source]]) -> Iterator[list[str]]:
+    """Yields what is wrong with the media of each row, one of which ends the process that decodes
+    it."""
+    pool = new_pool(1)
+    try:
+        for each in media:
+            lines = list[str]()
+            for source in each:
+                try:
+                    lines += pool.submit(_refused, recipe, (source,)).result()
+                except BrokenProcessPool:
+                    lines.append(str(source.refused(DEADLY)))
+                    pool = new_pool(1)
+            yield lines
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _media_of(records: Records, row: int, refused: list[tuple[int, str]]) -> tuple[Source, ...]:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from bad_media import CASES
+from deadly import Deadly
 from media_files import model_folder, photo, recipe_of, source, tokenizer
 from typer.testing import CliRunner
 
@@ -56,6 +57,21 @@ def test_a_photo_that_ends_early_is_named_with_its_line(check, tmp_path):
     assert "1 of 5 media cannot be used\n" in said
     assert f"{tmp_path}/train.jsonl, line 3: image 1 (2.jpg): is JPEG that cannot be deco" in said
     assert 'set prompts.media.broken = "skip"' in said
+
+
+def test_a_photo_that_ends_its_decoder_is_named_with_its_line(check, tmp_path, monkeypatch):
+    """Beside one that is cut short, which is found as well."""
+    media_of = decode_check._media_of
+
+    def deadly(records, row, refused):
+        found = media_of(records, row, refused)
+        return tuple(Deadly(*each) if each.given == "1.jpg" else each for each in found)
+
+    monkeypatch.setattr(decode_check, "_media_of", deadly)
+    said = check()
+    assert "2 of 5 media cannot be used\n" in said
+    assert f"{tmp_path}/train.jsonl, line 2: image 1 (1.jpg): ends the process that deco" in said
+    assert f"{tmp_path}/train.jsonl, line 3: image 1 (2.jpg): is JPEG that cannot be deco" in said
 
 
 def test_where_broken_media_are_skipped_it_is_only_told(check):

@@ -313,8 +313,8 @@ def test_a_medium_that_kills_its_decoder_is_named_and_others_are_decoded(
         pools.append(size)
         return a_pool(size)
 
-    a_pool = workers._new_pool
-    monkeypatch.setattr(workers, "_new_pool", new_pool)
+    a_pool = workers.new_pool
+    monkeypatch.setattr(workers, "new_pool", new_pool)
     good = measured(source(photo(64, 96)), recipe)
     bad = measured(source(photo(64, 96, seed=9)), recipe)
     bad = bad._replace(source=Deadly(*bad.source))
