@@ -8,6 +8,8 @@ MOST_ASPECT = 200
 MOST_PIXELS = 2**27
 """Pixels of an image or of a frame; more of them is an attack, or a mistake."""
 MOST_CHANNELS = 2
+MOST_RATE = 768_000
+"""Samples of sound per second; room is made for as many as the header says."""
 LEAST_S = 0.025
 """Seconds of the shortest sound: a window of the mel spectrum."""
 
@@ -58,6 +60,11 @@ def _check_frames(source: Source, facts: Facts, recipe: Recipe) -> None:
 
 def _check_length(source: Source, facts: Facts, recipe: Recipe) -> None:
     assert recipe.audio is not None, "models that do not hear are given no sound"
+    if facts.sampling_rate > MOST_RATE:
+        raise source.refused(
+            f"has {facts.sampling_rate:,} samples a second, more than {MOST_RATE:,}; write it "
+            "again, e.g. ffmpeg -i it -ar 48000"
+        )
     length_s = facts.num_samples / facts.sampling_rate
     if length_s < LEAST_S:
         raise source.refused(

@@ -77,6 +77,7 @@ CASES = {
     "no numbers": ("audio", floats(np.nan), "has samples that are infinite or no numbers; write"),
     "infinite": ("audio", floats(np.inf), "has samples that are infinite or no numbers; write"),
     "beyond floats": ("audio", floats(1e200), "has samples that are infinite or no numbers; wri"),
+    "rate": ("audio", tone(0.1, 800_000), "has 800,000 samples a second, more than 768,000; wri"),
     "8 channels": ("audio", tone(0.5, channels=8), "has 8 channels; mix it down to one or two"),
     "long sound": ("audio", tone(2.5), "has 2.5 s of sound, prompts.media.audio_max_s = 2; cut"),
     "truncated sound": ("audio", tone(0.5, form="FLAC")[:60], "is FLAC that cannot be decoded: "),
