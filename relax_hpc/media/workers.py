@@ -3,10 +3,11 @@
 import asyncio
 import multiprocessing
 import os
-from collections.abc import AsyncIterator, Sequence
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -22,7 +23,12 @@ from relax_hpc.schema import Medium
 
 MOST_WORKERS = 8
 """Processes of a task, if the job does not say how many."""
-DEADLY = "ends the process that decodes it; replace it, or remove the line"
+LONGEST_S = 1800.0
+"""Time that a medium may take to be decoded: who has none, waits for ever."""
+DEADLY = (
+    f"ends the process that decodes it, or keeps it for more than {LONGEST_S:g} s; replace it, or "
+    "remove the line"
+)
 """What is said of a medium that does."""
 _Task = asyncio.Task[tuple[Medium, Spooled]]
 
@@ -135,7 +141,8 @@ class MediaWorkers:
         self, pool: ProcessPoolExecutor, medium: Measured, draft: Path
     ) -> tuple[Medium, bytes]:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(pool, _make, medium, self._recipe, draft, self._store)
+        given = medium, self._recipe, draft, self._store, LONGEST_S
+        return await loop.run_in_executor(pool, _make, *given)
 
     def _running(self) -> ProcessPoolExecutor:
         assert self._spool is not None, "it has ended"
@@ -150,9 +157,22 @@ def new_pool(size: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(size, spawn, initializer=end_with, initargs=(os.getpid(),))
 
 
-def _make(medium: Measured, recipe: Recipe, file: Path, store: Store) -> tuple[Medium, bytes]:
+@contextmanager
+def within(longest_s: float) -> Iterator[None]:
+    """Ends this process where the block takes longer, also where a decoder lets nobody else run."""
+    signal.setitimer(signal.ITIMER_REAL, longest_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _make(
+    medium: Measured, recipe: Recipe, file: Path, store: Store, longest_s: float
+) -> tuple[Medium, bytes]:
     """Decodes a medium into a file, in a process of the pool."""
-    found = canonical(medium, recipe)
+    with within(longest_s):
+        found = canonical(medium, recipe)
     digest = found.digest
     write(file, found.array)
     if store == "canonical":

@@ -12,7 +12,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.media.canonical import canonical, measured_all
 from relax_hpc.media.recipe import Recipe, read_recipe
 from relax_hpc.media.source import Source
-from relax_hpc.media.workers import DEADLY, new_pool
+from relax_hpc.media.workers import DEADLY, LONGEST_S, new_pool, within
 from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.source import Examined, PromptSource
 from relax_hpc.roles.rollout import prompt_check
@@ -108,7 +108,7 @@ def _decoded(
             media = [_media_of(records, row, refused) for row in block]
             lines = list[list[str]]()
             try:
-                lines.extend(pool.map(partial(_refused, recipe), media, chunksize=4))
+                lines.extend(pool.map(partial(_refused, recipe, LONGEST_S), media, chunksize=4))
             except BrokenProcessPool:  # by a medium of those that are not done
                 pool.shutdown()
                 lines += _one_by_one(recipe, media[len(lines) :])
@@ -130,7 +130,7 @@ def _one_by_one(recipe: Recipe, media: Sequence[Sequence[Source]]) -> Iterator[l
             lines = list[str]()
             for source in each:
                 try:
-                    lines += pool.submit(_refused, recipe, (source,)).result()
+                    lines += pool.submit(_refused, recipe, LONGEST_S, (source,)).result()
                 except BrokenProcessPool:
                     lines.append(str(source.refused(DEADLY)))
                     pool = new_pool(1)
@@ -147,13 +147,14 @@ def _media_of(records: Records, row: int, refused: list[tuple[int, str]]) -> tup
         return ()
 
 
-def _refused(recipe: Recipe, media: tuple[Source, ...]) -> list[str]:
+def _refused(recipe: Recipe, longest_s: float, media: tuple[Source, ...]) -> list[str]:
     """Returns what is wrong with each that cannot be decoded, in a process of the pool."""
     found = []
     for source in media:
         try:
-            for medium in measured_all([source], recipe):
-                canonical(medium, recipe)
+            with within(longest_s):
+                for medium in measured_all([source], recipe):
+                    canonical(medium, recipe)
         except ConfigError as error:
             found.append(str(error))
     return found

@@ -9,3 +9,9 @@ from relax_hpc.media.source import Source
 class Deadly(Source):
     def opened(self):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Endless(Source):
+    def opened(self):
+        while True:
+            signal.pause()

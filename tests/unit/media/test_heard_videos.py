@@ -101,7 +101,7 @@ def test_what_cannot_be_heard_is_named_with_its_video_and_what_to_do(recipe):
         with pytest.raises(ConfigError) as caught:
             measured_all([source(given, "video")], short)
         assert message in str(caught.value) and "\n" not in str(caught.value)
-        assert _refused(short, (source(given, "video"),)) == [str(caught.value)]
+        assert _refused(short, 60, (source(given, "video"),)) == [str(caught.value)]
 
 
 def test_a_model_without_ears_refuses_it_by_name(tmp_path):

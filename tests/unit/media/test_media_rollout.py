@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from deadly import Deadly
+from deadly import Deadly, Endless
 from episode_fakes import answer
 from media_files import model_folder, photo, recipe_of, source, tokenizer
 from roles.role_fakes import config
@@ -335,6 +335,26 @@ def test_a_medium_that_kills_its_decoder_is_named_and_others_are_decoded(
     assert "x.jsonl, line 3: image 1: ends the process that decodes it" in str(error)
     assert digests == [canonical(good, recipe).digest] * 3
     assert pools == [1, 1, 1], "all, the one that kills, all"
+
+
+def test_a_medium_that_is_never_done_is_named_and_others_are_decoded(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "LONGEST_S", 4)
+    good = measured(source(photo(64, 96)), recipe)
+    endless = good._replace(source=Endless(*good.source))
+
+    async def run():
+        async with (
+            MediaWorkers(recipe, 1, tmp_path) as looks,
+            looks.prepared([good], []),
+            asyncio.timeout(200),
+        ):
+            with pytest.raises(ConfigError, match=r"line 3: image 1: ends .* or keeps it for more"):
+                async with looks.prepared([endless], []):
+                    pytest.fail("it is never done")
+            async with looks.prepared([good], []) as made:
+                return made.view.media[0].digest
+
+    assert asyncio.run(run()) == canonical(good, recipe).digest
 
 
 def test_a_view_is_the_same_after_the_wire_and_other_texts_are_refused(recipe, tmp_path):
