@@ -88,7 +88,8 @@ def _counted(container: "InputContainer", stream: "VideoStream") -> int:
 
 def _quarters(frame: "VideoFrame") -> int:
     """Quarter turns against the clock; an angle between two is the nearer one."""
-    return round(frame.rotation / 90) % 4
+    quarters: int = round(frame.rotation / 90)
+    return quarters % 4
 
 
 def _frames(source: Source, facts: Facts, wanted: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:

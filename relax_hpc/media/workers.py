@@ -29,7 +29,7 @@ DEADLY = (
     f"ends the process that decodes it, or keeps it for more than {LONGEST_S:g} s; replace it, or "
     "remove the line"
 )
-"""What is said of a medium that does."""
+"""Remark on a medium that does."""
 _Task = asyncio.Task[tuple[Medium, Spooled]]
 
 
