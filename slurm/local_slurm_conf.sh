@@ -62,7 +62,8 @@ BatchStartTimeout=20
 ReturnToService=2
 HealthCheckInterval=0
 TCPTimeout=2
-WaitTime=0
+# seconds that srun gives a step once a task of it has ended, unless it says otherwise itself
+WaitTime=2
 MaxArraySize=1001
 CONF
     if [ "$AUTH" = munge ]; then

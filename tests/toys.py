@@ -85,6 +85,11 @@ def be_killed_while_others_wait(context):
     return kill_yourself_at_the_first_start(context, others_wait=True)
 
 
+def take_your_time(context, seconds_per_rank):
+    time.sleep(seconds_per_rank * context.rank)
+    return context.start
+
+
 def raise_until(context, start, message):
     if context.start < start:
         raise ValueError(message)

@@ -344,6 +344,7 @@ def _srun(
         f"--mpi={'none' if component.bootstrap == 'files' else resources.mpi}",
         # A step is restarted whole: a dead task must end it.
         "--kill-on-bad-exit=1",
+        "--wait=0",  # one that is done must not, however much later the others are
         "--unbuffered",
         "--open-mode=append",
         *interpreter.srun_options(resources, job.seen_folder),

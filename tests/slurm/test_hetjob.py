@@ -97,6 +97,13 @@ def test_a_killed_task_has_its_step_started_again_in_place(tmp_path):
     assert "rollout: start 1 ended" in script_log(tmp_path, job)
 
 
+def test_a_task_that_is_done_does_not_end_the_others_of_its_step(tmp_path):
+    calls = {"rollout": ["take_your_time", 6], "actor": ["who_am_i"]}  # WaitTime is 2
+    job = submit(tmp_path, [tasks("rollout", 2, nodes=2), tasks("actor", 1)], calls)
+    assert set(final_states(job).values()) == {"COMPLETED"}
+    assert results(tmp_path, "rollout", 2) == [1, 1]
+
+
 def test_cancel_ends_every_component_and_nothing_is_started_again(tmp_path):
     started = [tmp_path / "a", tmp_path / "b"]
     calls = {

@@ -278,12 +278,12 @@ component_0() {
   { export NCCL_CUMEM_ENABLE=0
   } || setup_failed rollout "$?" 'export NCCL_CUMEM_ENABLE=0'
   set +eu +o pipefail; trap - ERR DEBUG
-  supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- srun --het-group=0 --nodes=2 --ntasks=4 --ntasks-per-node=2 --relative=0 --cpus-per-task=8 --gpus-per-node=4 --mpi=pmix --kill-on-bad-exit=1 --unbuffered --open-mode=append --cpu-bind=none --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.err /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --gpus 4 --requeues --bootstrap mpi
+  supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- srun --het-group=0 --nodes=2 --ntasks=4 --ntasks-per-node=2 --relative=0 --cpus-per-task=8 --gpus-per-node=4 --mpi=pmix --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --cpu-bind=none --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.err /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --gpus 4 --requeues --bootstrap mpi
 }
 component_0 & components+=($!) names+=(rollout)
 
 component_1() {
-  supervise actor 2 '/runs/it'"'"'s here/submission/actor' -- srun --het-group=1 --nodes=1 --ntasks=2 --ntasks-per-node=2 --mpi=none --kill-on-bad-exit=1 --unbuffered --open-mode=append --output='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.err /envs/train/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' actor --start @start@ --requeues
+  supervise actor 2 '/runs/it'"'"'s here/submission/actor' -- srun --het-group=1 --nodes=1 --ntasks=2 --ntasks-per-node=2 --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.err /envs/train/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' actor --start @start@ --requeues
 }
 component_1 & components+=($!) names+=(actor)
 
