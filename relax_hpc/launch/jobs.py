@@ -1,5 +1,6 @@
 """A job that was started, and Slurm's commands."""
 
+import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,9 @@ _SILENCE = re.compile(
     r"|Zero Bytes|communication|Unable to resolve|[Cc]onnect failure|DNS SRV|No route to host"
 )
 """Messages of Slurm's commands where the controller cannot be reached."""
+_TASTES = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SLURM_TIME_FORMAT")
+"""Begins of variables by which a user has Slurm's commands show less, ask first, or write times in
+another way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +39,12 @@ def output_of(
 
     One that is not here, or gives no answer in time, has failed like any other: see `words_of`.
     """
+    all_of_it = os.environ if environment is None else environment
+    plain = {name: value for name, value in all_of_it.items() if not name.startswith(_TASTES)}
     try:
         return subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s, check=False,
-            env=environment,
+            env=plain,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         said = f"no answer in {timeout_s:.0f} s"

@@ -49,7 +49,9 @@ def until(ready):
         time.sleep(0.3)
 
 
-def test_a_job_says_that_it_waits_for_nodes_for_others_or_for_another_job(run, slurm_cluster):
+def test_a_job_says_that_it_waits_for_nodes_for_others_or_for_another_job(run, monkeypatch):
+    monkeypatch.setenv("SQUEUE_PARTITION", "left")  # by which squeue itself shows other jobs alone
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "%H h")
     filler = ["sbatch", "--parsable", "-N4", "--exclusive", "-t2", "-o/dev/null", "--wrap=sleep 90"]
     other = subprocess.run(filler, capture_output=True, text=True, check=True).stdout.strip()
     try:

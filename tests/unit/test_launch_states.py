@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import subprocess
 import threading
 
@@ -125,6 +126,15 @@ def test_how_a_job_ended_that_slurm_has_forgotten_is_what_its_script_left(slurm)
 def test_a_command_that_hangs_or_is_not_there_has_given_no_answer(command, words):
     answer = jobs.output_of(command, timeout_s=0.1)
     assert jobs.is_silent(answer) and jobs.words_of(answer).startswith(words)
+
+
+def test_what_a_user_likes_to_see_of_the_queue_is_nothing_to_us(monkeypatch):
+    for name in ("SQUEUE_USERS", "SINFO_STATE", "SCANCEL_INTERACTIVE", "SLURM_TIME_FORMAT"):
+        monkeypatch.setenv(name, "MINE")
+    monkeypatch.setenv("SLURM_CONF", "kept")
+    for environment in (None, dict(os.environ)):
+        said = jobs.output_of(["env"], environment=environment).stdout
+        assert "MINE" not in said and "SLURM_CONF=kept" in said
 
 
 def test_of_those_who_resume_a_run_at_the_same_time_one_starts_it(slurm):
