@@ -1,5 +1,6 @@
 import multiprocessing
 import os
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from relax_hpc.comm import broadcast, bucket
+from relax_hpc.comm import address, broadcast, bucket
 from relax_hpc.comm.broadcast import BroadcastGroup, Transfer
 from relax_hpc.comm.star import StarWorld
 from relax_hpc.comm.torch_store import open_store
@@ -19,6 +20,26 @@ from relax_hpc.errors import PeerTimeoutError
 from relax_hpc.run_secret import RunSecret
 
 SECRET = RunSecret(bytes(32))
+
+
+@pytest.mark.parametrize(
+    ("named", "launcher", "taken"),
+    [
+        ("127.0.1.1", "10.9.0.1", "10.9.0.2"),  # Debian's /etc/hosts
+        ("127.0.0.1", "10.9.0.1", "10.9.0.2"),
+        ("10.8.0.2", "10.9.0.1", "10.8.0.2"),
+        ("127.0.1.1", "", "127.0.1.1"),  # no Slurm: all of it is here
+        ("127.1.0.2", "127.0.0.1", "127.1.0.2"),  # a Slurm whose nodes are all here
+        ("127.0.1.1", "10.7.0.1", "127.0.1.1"),  # no way there
+    ],
+)
+def test_a_node_that_calls_itself_loopback_is_reached_as_its_launcher_reaches_it(
+    monkeypatch, named, launcher, taken
+):
+    monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", launcher)
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: named)
+    monkeypatch.setattr(address, "_towards", {"10.9.0.1": "10.9.0.2"}.get)
+    assert address.node_address() == taken
 
 
 def tensors():
