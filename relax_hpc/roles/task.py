@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc import storage
+from relax_hpc.comm import address
 from relax_hpc.comm.world import World, abandon, connect
 from relax_hpc.config.run import JobConfig
 from relax_hpc.engines import optional_packages
@@ -41,6 +42,7 @@ def run(run_dir: Path, context: TaskContext, bootstrap: str, role: Role[Any] | N
     with EventWriter(paths.events(name, context.rank), name, context.rank) as events:
         events.emit("start", attempt=context.attempt, start=context.start, node=context.node)
         allow_open_files()
+        address.settle_gloo()
         optional_packages.hush()
         try:
             role = role or table.role_of(config, name)

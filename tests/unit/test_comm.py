@@ -23,23 +23,29 @@ SECRET = RunSecret(bytes(32))
 
 
 @pytest.mark.parametrize(
-    ("named", "launcher", "taken"),
+    ("named", "launcher", "taken", "interface"),
     [
-        ("127.0.1.1", "10.9.0.1", "10.9.0.2"),  # Debian's /etc/hosts
-        ("127.0.0.1", "10.9.0.1", "10.9.0.2"),
-        ("10.8.0.2", "10.9.0.1", "10.8.0.2"),
-        ("127.0.1.1", "", "127.0.1.1"),  # no Slurm: all of it is here
-        ("127.1.0.2", "127.0.0.1", "127.1.0.2"),  # a Slurm whose nodes are all here
-        ("127.0.1.1", "10.7.0.1", "127.0.1.1"),  # no way there
+        ("127.0.1.1", "10.9.0.1", "10.9.0.2", "ib0"),  # Debian's /etc/hosts
+        ("127.0.0.1", "10.9.0.1", "10.9.0.2", "ib0"),
+        ("10.8.0.2", "10.9.0.1", "10.8.0.2", None),
+        ("127.0.1.1", None, "127.0.1.1", None),  # no Slurm: all of it is here
+        ("127.1.0.2", "127.0.0.1", "127.1.0.2", None),  # a Slurm whose nodes are all here
+        ("127.0.1.1", "10.7.0.1", "127.0.1.1", None),  # no way there
     ],
 )
 def test_a_node_that_calls_itself_loopback_is_reached_as_its_launcher_reaches_it(
-    monkeypatch, named, launcher, taken
+    monkeypatch, named, launcher, taken, interface
 ):
-    monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", launcher)
+    environment = {"SLURM_LAUNCH_NODE_IPADDR": launcher} if launcher else {}
+    monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(socket, "gethostbyname", lambda _: named)
     monkeypatch.setattr(address, "_towards", {"10.9.0.1": "10.9.0.2"}.get)
+    interfaces = {"lo": "127.0.0.1", "eth0": "10.8.0.2", "ib0": "10.9.0.2"}
+    known = {name: [SimpleNamespace(address=each)] for name, each in interfaces.items()}
+    monkeypatch.setattr(address.psutil, "net_if_addrs", lambda: known)
     assert address.node_address() == taken
+    address.settle_gloo()
+    assert environment.get("GLOO_SOCKET_IFNAME") == interface
 
 
 def tensors():
