@@ -17,7 +17,7 @@ NO_LIMIT = sys.maxsize
 
 # Hidden partitions, too.
 _SINFO = ("sinfo", "--all", "-h", "-N", "-o", "%P|%N|%G")
-_PARTITIONS = ("scontrol", "--all", "show", "partition", "--oneliner")
+PARTITIONS = ("scontrol", "--all", "show", "partition", "--oneliner")
 
 
 def minutes(limit: str) -> int:
@@ -138,7 +138,7 @@ def check_limits(components: Sequence[Component]) -> None:
             srun has no such MPI.
     """
     _check_mpi(components)
-    answer = output_of(_PARTITIONS)
+    answer = output_of(PARTITIONS)
     if answer.returncode:
         return  # those that sinfo lists are there; sbatch will say the rest
     limits = parse_limits(answer.stdout)
@@ -318,7 +318,7 @@ def _preemption(component: Component, config: str) -> Preemption | None:
         default = re.search(r"^PreemptMode\s*=\s*(\S+)", config, re.MULTILINE)
         return preemption_by_qos(rows, resources.qos, default[1] if default else "OFF")
     if kind and kind[1] == "partition_prio":
-        text = _words(*_PARTITIONS)
+        text = _words(*PARTITIONS)
         known = parse_sinfo(_words(*_SINFO))
         names = (resources.partition or known.default or "").split(",")
         return preemption_by_partition(parse_limits(text), known, names)

@@ -14,6 +14,7 @@ _WAITS = {
     "BeginTime": "is not to begin before a set time; a job that was requeued waits two minutes",
     "JobHeldUser": "is held; scontrol release starts it",
     "JobHeldAdmin": "is held by an administrator",
+    "launch": "is held, since a node could not be prepared for it; scontrol release starts it",
     "JobHoldMaxRequeue": "is held, since it was requeued too often; scontrol release starts it",
     "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
     "Reservation": "waits for its reservation to begin",

@@ -10,7 +10,7 @@ from relax_hpc import user_files
 from relax_hpc.comm import gpus
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import interpreter, partitions
+from relax_hpc.launch import interpreter, partitions, trial
 from relax_hpc.launch.placement import Component, sides
 from relax_hpc.roles import table
 from relax_hpc.roles.training.check import check_first_weights, check_model, check_weights
@@ -68,6 +68,7 @@ def check(
         for part in sides(config, hosts):
             partitions.check_partitions(part, partitions.partitions())
             partitions.check_limits(part)
+            trial.check_number(part)
         every = config.actor.save_every
         partitions.check_preemption(hosts, save_every=every, save_s=None, say=say)
     else:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from subprocess import CompletedProcess
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import script
+from relax_hpc.launch import partitions, script
 from relax_hpc.launch.jobs import is_silent, output_of, words_of
 from relax_hpc.launch.placement import Component
 from relax_hpc.launch.slurm import sbatch
@@ -53,6 +53,56 @@ def expected_start(job: script.Job, components: Sequence[Component]) -> str:
         raise ConfigError(_explained(job, components, answer))
     said = re.search(r"to start at (\S+)", answer.stderr)
     return f"Slurm would start it at {said[1].replace('T', ' ')}" if said else "Slurm would take it"
+
+
+def check_number(components: Sequence[Component]) -> None:
+    """To Slurm every component is a job: where fewer may run at a time, it never starts any.
+
+    Args:
+        components: of one job, with nodes of their own.
+
+    Raises:
+        ConfigError: names the QOS, or the account, that does not allow as many.
+    """
+    config = output_of(["scontrol", "show", "config"]).stdout
+    said = dict(re.findall(r"^(\w+)\s*= (.*)$", config, re.MULTILINE))
+    if len(components) < 2 or "limits" not in said.get("AccountingStorageEnforce", ""):
+        return
+    most = {
+        f"QOS {name}": _least(limits)
+        for name, *limits in _rows("qos", "format=Name,MaxJobsPU,MaxJobsPA,GrpJobs")
+    }
+    user = (f"user={getpass.getuser()}", f"cluster={said.get('ClusterName', '')}")
+    accounts, defaults = list[str](), dict[str, str]()
+    for account, qos, *limits in _rows("assoc", *user, "format=Account,DefaultQOS,MaxJobs,GrpJobs"):
+        name = f"account {account}"
+        most[name] = max(most.get(name, 0), _least(limits))  # one for each partition
+        defaults[account] = qos
+        accounts.append(account)
+    of_partitions = partitions.parse_limits(output_of(partitions.PARTITIONS).stdout)
+    counted: dict[str, list[str]] = {}
+    for each in components:
+        asked = each.resources
+        account = asked.account or (accounts[0] if len(accounts) == 1 else "")
+        of_partition = of_partitions.get(asked.partition or "", {}).get("QoS", "")
+        qos = asked.qos or defaults.get(account, "")
+        for name in {f"account {account}", f"QOS {qos}", f"QOS {of_partition}"}:
+            counted.setdefault(name, []).append(each.key)
+    for name, keys in sorted(counted.items()):
+        if len(keys) > most.get(name, partitions.NO_LIMIT):
+            raise ConfigError(
+                f"{', '.join(keys)}: {name} lets {most[name]} of your jobs run at a time, and each "
+                f"of these {len(keys)} counts as one: Slurm would never start them; use another"
+            )
+
+
+def _rows(*asked: str) -> list[list[str]]:
+    answer = output_of(["sacctmgr", "-nP", "show", *asked])
+    return [] if answer.returncode else [line.split("|") for line in answer.stdout.splitlines()]
+
+
+def _least(limits: Sequence[str]) -> int:
+    return min((int(each) for each in limits if each), default=partitions.NO_LIMIT)
 
 
 def _try_out(job: script.Job, components: Sequence[Component]) -> CompletedProcess[str]:

@@ -30,7 +30,10 @@ add qos hidden
 add account gold
 add account spent MaxSubmitJobs=0
 add user {me} account=spent
-modify user {me} set qos=normal,small,fast
+add qos single MaxJobsPerUser=1
+add account alone MaxJobs=1
+add user {me} account=alone
+modify user {me} set qos=normal,small,fast,single
 """
 JOB = """
 name = "refused"
@@ -39,10 +42,10 @@ prompts.train = "prompts.jsonl"
 schedule = { num_steps = 5, prompts_per_step = 4 }
 """
 REFUSED = {
-    "account=nope": "account = 'nope': sbatch: Invalid account .*; yours are default, .*spent",
-    "account=gold": "account = 'gold': sbatch: Invalid account .*; yours are default, .*spent",
+    "account=nope": "account = 'nope': sbatch: Invalid account .*; yours are alone, default, .*spent",
+    "account=gold": "account = 'gold': sbatch: Invalid account .*; yours are alone, default, .*spent",
     "account=spent": "account = 'spent': sbatch: AssocMaxSubmitJobLimit; ",
-    "qos=nope": "qos = 'nope': sbatch: Invalid qos specification; yours are fast, normal, small",
+    "qos=nope": "qos = 'nope': sbatch: Invalid qos specification; yours are fast, normal, single, small",
     "qos=hidden": "qos = 'hidden': sbatch: Invalid qos specification; yours are fast, normal",
     "qos=small cpus_per_task=4": "qos = 'small', .*cpus_per_task = 4: sbatch: QOSMaxCpuPerJobLimit",
     "qos=small gpus_per_node=2": "qos = 'small', .*gpus_per_node = 2: sbatch: QOSMaxGRESPerJob",
@@ -75,6 +78,8 @@ def cluster(tmp_path_factory):
     with local_slurm(folder, "slurmctld", "slurmdbd", "mariadbd", options=options):
         for line in ACCOUNTING.format(me=getpass.getuser()).splitlines():
             subprocess.run(["sacctmgr", "-i", "-Q", *line.split()], check=True, timeout=60)
+        debug = ["create", "PartitionName=debug", "Nodes=ALL", "QOS=single"]
+        subprocess.run(["scontrol", *debug], check=True, timeout=60)
         yield
 
 
@@ -87,11 +92,11 @@ def folder(tmp_path_factory):
     return folder
 
 
-def check(folder, monkeypatch, settings, component="engines.rollout"):
+def check(folder, monkeypatch, settings, component="engines.rollout."):
     monkeypatch.chdir(folder)
     monkeypatch.delenv("RELAX_PROFILE", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
-    told = [f"--set={component}.resources.{each}" for each in settings.split()]
+    told = [f"--set={component}resources.{each}" for each in settings.split()]
     return CliRunner().invoke(app, ["check", "job.toml", *told])
 
 
@@ -109,10 +114,28 @@ def test_a_job_that_slurm_would_refuse_is_refused_by_its_key(folder, monkeypatch
 def test_the_component_at_fault_is_named_and_what_slurm_would_take_is_told_its_start(
     folder, monkeypatch
 ):
-    answer = check(folder, monkeypatch, "account=nope", component="actor")
+    answer = check(folder, monkeypatch, "account=nope", component="actor.")
     assert str(answer.exception).startswith("actor.resources.account = 'nope': sbatch: Invalid")
     answer = check(folder, monkeypatch, "qos=fast time=20 gpus=2 account=default")
     assert answer.exit_code == 0, answer.exception
     assert "Slurm would start it at 20" in answer.stderr
     assert json.loads(answer.stdout)["engines"]["rollout"]["resources"]["gpus_per_node"] == 2
     assert subprocess.run(["squeue", "-h"], capture_output=True, timeout=30).stdout == b""
+
+
+@pytest.mark.parametrize(
+    ("settings", "whose"),
+    [
+        ("qos=single account=default", "QOS single"),
+        ("partition=debug", "QOS single"),
+        ("account=alone", "account alone"),
+    ],
+)
+def test_components_that_slurm_would_never_start_together_are_refused(
+    folder, monkeypatch, settings, whose
+):
+    answer = check(folder, monkeypatch, settings)
+    assert answer.exit_code == 0, answer.exception  # it is one of them alone
+    said = str(check(folder, monkeypatch, settings, component="").exception)
+    begin = f"engines.rollout.resources, actor.resources: {whose} lets 1 of your jobs run at a time"
+    assert said.startswith(begin) and "\n" not in said
