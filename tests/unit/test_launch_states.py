@@ -80,6 +80,13 @@ def test_a_job_that_was_requeued_without_a_component_waits_for_somebody_to_cance
     assert pending.why(status.collect(slurm.run_dir).queue) == ""
 
 
+def test_a_job_that_is_held_after_a_prolog_failed_says_so(slurm):
+    line = "{}|PENDING||7|launch failed requeued held|N/A|5:00"  # as Slurm 22.05 says it
+    slurm.says(*map(line.format, ("7+0", "7+1")))
+    found = status.collect(slurm.run_dir)
+    assert pending.why(found.queue).startswith("is held, since a node could not be prepared for it")
+
+
 def test_a_word_that_is_not_known_counts_as_alive_until_somebody_says_otherwise(slurm):
     slurm.says("7+0|FROBNICATING", "7+1|FAILED")
     assert status.job_state(slurm.run_dir) == "FROBNICATING"
