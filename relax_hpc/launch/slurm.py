@@ -30,6 +30,8 @@ from relax_hpc.launch.placement import Component, groups
 _SBATCH_S = 600
 # Which Slurm; and a setting of srun's that the script leaves as it is.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_PMIX_FENCE")
+# The id, or "id;cluster", below whatever a site has sbatch print.
+_QUEUED = re.compile(r"^(\d+)(?:;.*)?$", re.MULTILINE)
 # sbatch found no controller to ask.
 _NEVER_LEFT = re.compile("Could not establish a configuration|Unable to contact|cannot be run")
 
@@ -86,10 +88,10 @@ def sbatch(arguments: Sequence[str], timeout_s: float) -> CompletedProcess[str]:
 def _submit(draft: Path) -> str:
     """The id of the job that a script has become."""
     answer = sbatch(["--parsable", str(draft)], _SBATCH_S)
-    if not answer.returncode:
-        return answer.stdout.strip().split(";")[0]  # id, or id;cluster
+    if not answer.returncode and (queued := _QUEUED.findall(answer.stdout)):
+        return str(queued[-1])
     words = words_of(answer)
-    if not is_silent(answer):
+    if answer.returncode and not is_silent(answer):
         raise LaunchError(f"sbatch refused the job: {words}; change its resources")
     if not _NEVER_LEFT.search(answer.stderr) and (leader := _find(draft, words)):
         return leader

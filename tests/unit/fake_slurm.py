@@ -31,6 +31,7 @@ _SBATCH = """
 sleep 0.1
 [ ! -e refusal ] || { cat refusal >&2; [ ! -e lost ] || echo "9+0|${@: -1}" > commands; exit 1; }
 echo "9+0|PENDING||9" >> queue
+cat banner 2>/dev/null
 echo 9
 """
 DEAD = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
@@ -58,6 +59,10 @@ class FakeSlurm:
 
     def refuses(self, words: str) -> None:
         (self.folder / "refusal").write_text(words)
+
+    def greets(self, words: str) -> None:
+        """What sbatch prints above the id of a job."""
+        (self.folder / "banner").write_text(words)
 
     def asked(self, command: str) -> list[str]:
         lines = (self.folder / "asked").read_text().splitlines()

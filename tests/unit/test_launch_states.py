@@ -144,6 +144,12 @@ def test_what_a_user_likes_to_see_of_the_queue_is_nothing_to_us(monkeypatch):
         assert "MINE" not in said and "SLURM_CONF=kept" in said
 
 
+def test_what_a_site_has_sbatch_print_is_no_part_of_the_id(slurm):
+    slurm.leaves(1)
+    slurm.greets("--> Verifying valid submit host ...OK\n3 nodes are free\n--> OK\n")
+    assert resume(slurm.run_dir).job_id == "9"
+
+
 def test_of_those_who_resume_a_run_at_the_same_time_one_starts_it(slurm):
     slurm.leaves(1)
     outcomes, together = [], threading.Barrier(4)
