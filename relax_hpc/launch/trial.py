@@ -68,41 +68,53 @@ def check_number(components: Sequence[Component]) -> None:
     said = dict(re.findall(r"^(\w+)\s*= (.*)$", config, re.MULTILINE))
     if len(components) < 2 or "limits" not in said.get("AccountingStorageEnforce", ""):
         return
-    most = {
-        f"QOS {name}": _least(limits)
-        for name, *limits in _rows("qos", "format=Name,MaxJobsPU,MaxJobsPA,GrpJobs")
-    }
-    user = (f"user={getpass.getuser()}", f"cluster={said.get('ClusterName', '')}")
-    accounts, defaults = list[str](), dict[str, str]()
-    for account, qos, *limits in _rows("assoc", *user, "format=Account,DefaultQOS,MaxJobs,GrpJobs"):
-        name = f"account {account}"
-        most[name] = max(most.get(name, 0), _least(limits))  # one for each partition
-        defaults[account] = qos
-        accounts.append(account)
-    of_partitions = partitions.parse_limits(output_of(partitions.PARTITIONS).stdout)
-    counted: dict[str, list[str]] = {}
+    limits, qos_of = _limits_of_accounts(said.get("ClusterName", ""))
+    before = set()
+    for name, flags, *of_qos in _rows("qos", "format=Name,Flags,MaxJobsPU,MaxJobsPA,GrpJobs"):
+        limits[f"QOS {name}"] = of_qos
+        before |= {name} if "OverPartQOS" in flags else set()
+    known = partitions.parse_limits(output_of(partitions.PARTITIONS).stdout)
+    default = next((name for name, each in known.items() if each.get("Default") == "YES"), "")
+    counted: dict[tuple[str, str], list[str]] = {}
     for each in components:
         asked = each.resources
-        account = asked.account or (accounts[0] if len(accounts) == 1 else "")
-        of_partition = of_partitions.get(asked.partition or "", {}).get("QoS", "")
-        qos = asked.qos or defaults.get(account, "")
-        for name in {f"account {account}", f"QOS {qos}", f"QOS {of_partition}"}:
-            counted.setdefault(name, []).append(each.key)
-    for name, keys in sorted(counted.items()):
-        if len(keys) > most.get(name, partitions.NO_LIMIT):
+        if (partition := asked.partition or default) not in known:
+            continue  # one of several
+        account = asked.account or (next(iter(qos_of)) if len(qos_of) == 1 else "")
+        several = [known[partition].get("QoS", ""), asked.qos or qos_of.get(account, "")]
+        owners = [f"QOS {name}" for name in sorted(several, key=lambda name: name not in before)]
+        for kind in range(3):  # of each, whoever has one first sets it
+            of_kind = ((o, limits[o][kind]) for o in [*owners, f"account {account}"] if o in limits)
+            if found := next((pair for pair in of_kind if pair[1]), None):
+                counted.setdefault(found, []).append(each.key)
+    for (owner, most), keys in counted.items():
+        if len(set(keys)) > int(most):
             raise ConfigError(
-                f"{', '.join(keys)}: {name} lets {most[name]} of your jobs run at a time, and each "
-                f"of these {len(keys)} counts as one: Slurm would never start them; use another"
+                f"{', '.join(dict.fromkeys(keys))}: {owner} lets {most} of your jobs run at a "
+                f"time, and each of these {len(set(keys))} counts as one: Slurm would never start "
+                "them; use another"
             )
+
+
+def _limits_of_accounts(cluster: str) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Returns this user's limits in each account, as `sacctmgr` has them of a QOS, and the QOS that
+    is the default there."""
+    limits, qos_of = dict[str, list[str]](), dict[str, str]()
+    asked = (f"user={getpass.getuser()}", f"cluster={cluster}")
+    for account, qos, most, of_all in _rows(
+        "assoc", *asked, "format=Account,DefaultQOS,MaxJobs,GrpJobs"
+    ):
+        found = [most, "", of_all]
+        # One for each partition, maybe: what they do not agree on is not known.
+        is_said = limits.setdefault(f"account {account}", found) == found
+        limits[f"account {account}"] = found if is_said else ["", "", ""]
+        qos_of[account] = qos
+    return limits, qos_of
 
 
 def _rows(*asked: str) -> list[list[str]]:
     answer = output_of(["sacctmgr", "-nP", "show", *asked])
     return [] if answer.returncode else [line.split("|") for line in answer.stdout.splitlines()]
-
-
-def _least(limits: Sequence[str]) -> int:
-    return min((int(each) for each in limits if each), default=partitions.NO_LIMIT)
 
 
 def _try_out(job: script.Job, components: Sequence[Component]) -> CompletedProcess[str]:

@@ -31,9 +31,10 @@ add account gold
 add account spent MaxSubmitJobs=0
 add user {me} account=spent
 add qos single MaxJobsPerUser=1
+add qos double MaxJobsPerUser=2
 add account alone MaxJobs=1
 add user {me} account=alone
-modify user {me} set qos=normal,small,fast,single
+modify user {me} set qos=normal,small,fast,single,double
 """
 JOB = """
 name = "refused"
@@ -42,11 +43,11 @@ prompts.train = "prompts.jsonl"
 schedule = { num_steps = 5, prompts_per_step = 4 }
 """
 REFUSED = {
-    "account=nope": "account = 'nope': sbatch: Invalid account .*; yours are alone, default, .*spent",
-    "account=gold": "account = 'gold': sbatch: Invalid account .*; yours are alone, default, .*spent",
+    "account=nope": "account = 'nope': sbatch: Invalid account .*; yours are alone, default",
+    "account=gold": "account = 'gold': sbatch: Invalid account .*; yours are alone, default",
     "account=spent": "account = 'spent': sbatch: AssocMaxSubmitJobLimit; ",
-    "qos=nope": "qos = 'nope': sbatch: Invalid qos specification; yours are fast, normal, single, small",
-    "qos=hidden": "qos = 'hidden': sbatch: Invalid qos specification; yours are fast, normal",
+    "qos=nope": "qos = 'nope': sbatch: Invalid qos specification; yours are double, fast, normal",
+    "qos=hidden": "qos = 'hidden': sbatch: Invalid qos specification; yours are double, fast",
     "qos=small cpus_per_task=4": "qos = 'small', .*cpus_per_task = 4: sbatch: QOSMaxCpuPerJobLimit",
     "qos=small gpus_per_node=2": "qos = 'small', .*gpus_per_node = 2: sbatch: QOSMaxGRESPerJob",
     "qos=fast time=60": "qos = 'fast', .*time = '60': sbatch: QOSMaxWallDurationPerJobLimit",
@@ -139,3 +140,7 @@ def test_components_that_slurm_would_never_start_together_are_refused(
     said = str(check(folder, monkeypatch, settings, component="").exception)
     begin = f"engines.rollout.resources, actor.resources: {whose} lets 1 of your jobs run at a time"
     assert said.startswith(begin) and "\n" not in said
+    # Slurm takes the first of partition, QOS and account that has one.
+    if "partition" not in settings:
+        answer = check(folder, monkeypatch, "qos=double account=alone", component="")
+        assert answer.exit_code == 0, answer.exception
