@@ -7,6 +7,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,18 +40,23 @@ def write_text(path: Path, text: str) -> None:
     beside it, flush to disk, then rename, which is atomic within one POSIX file system. All of it
     is done again where storage fails for a while: the same text gets the same name.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft = _draft_of(path)
 
     def publish() -> None:
         _write_draft(draft, text)
         draft.replace(path)
 
-    storage.patiently(path, publish, small=True)
+    try:
+        storage.patiently(path, publish, small=True)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        raise
 
 
 def write_json_once(path: Path, record: object) -> bool:
     """Publishes `record` at `path` unless something is there; whether it did."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
+    draft = _draft_of(path)
     text = json.dumps(record, indent=1, allow_nan=False)
 
     def publish() -> bool:
@@ -65,6 +71,11 @@ def write_json_once(path: Path, record: object) -> bool:
         return storage.patiently(path, publish, small=True)
     finally:
         storage.patiently(draft, lambda: draft.unlink(missing_ok=True))
+
+
+def _draft_of(path: Path) -> Path:
+    """A name that nobody else uses: on another node, a process may have the same id."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:16]}.tmp")
 
 
 def _write_draft(draft: Path, text: str) -> None:

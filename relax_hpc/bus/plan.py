@@ -269,6 +269,11 @@ def _read(paths: BusPaths, fence: int, base: Snapshot) -> Chain | None:
         segments.append((base.fence, base.records, read_frames(logs[base.fence], base.end)))
     chain: list[ChainRecord] = []
     for owner, keep, records in reversed(segments):
+        if keep > (there := base.records + len(chain)):
+            raise BusError(
+                f"{paths.plan_log(owner)}: continues a plan of {keep} records, of which {there} "
+                "are there; restore the logs of the fences before it"
+            )
         found = [ChainRecord(parse(record), owner, end) for record, end in records]
         chain = chain[: keep - base.records] + found
     links = [(owner, keep) for owner, keep, _ in reversed(segments)]

@@ -93,11 +93,12 @@ class GrowingFile:
     def _read(self, fd: int, offset: int) -> bytes:
         out = bytearray()
         while True:
-            start = (offset + len(out)) // PAGE * PAGE
+            at = offset + len(out)
+            start = at // PAGE * PAGE
             end = start + os.preadv(fd, [self._buffer], start)
-            out += self._buffer[offset + len(out) - start : max(end - start, 0)]
-            if end < start + WINDOW:
+            if end <= at:  # a read that is short says nothing of the end of the file
                 return bytes(out)
+            out += self._buffer[at - start : end - start]
 
     def _let_go(self) -> None:
         if self._fd is not None:

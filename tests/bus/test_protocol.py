@@ -1,3 +1,4 @@
+import os
 import re
 import struct
 from pathlib import Path
@@ -23,6 +24,7 @@ from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.staleness import may_start_batch, staleness
+from relax_hpc.bus.tail import PAGE
 from relax_hpc.errors import BusError, PeerTimeoutError
 from relax_hpc.paths import BusPaths
 from relax_hpc.records import write_json
@@ -335,6 +337,23 @@ def test_a_sequencer_that_died_between_claim_and_header_changes_nothing(tmp_path
         assert batch(seq, 1) == record
 
 
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_plan_whose_older_logs_lack_records_is_refused(tmp_path, left):
+    """What was planned there would be planned again, as if nobody had trained on it."""
+    paths = make_bus(tmp_path)
+    produce_all(paths, 3 * P)
+    with sequencer(paths) as seq:
+        batch(seq, 1)
+        position = seq.position
+        batch(seq, 2)
+    sequencer(paths, position).close()
+    log = paths.plan_log(1)
+    _, *ends = [end for _, end in read_frames(log)]
+    os.truncate(log, ends[0] if left else 0)
+    with pytest.raises(BusError, match=rf"f000002.log: continues .* 2 records, of which {left} "):
+        sequencer(paths, position)
+
+
 def test_another_batch_size_is_refused_on_a_plan(tmp_path):
     paths = make_bus(tmp_path)
     produce_all(paths, P)
@@ -486,6 +505,22 @@ def test_the_buffered_tail_sees_the_same_as_the_direct_one(tmp_path):
         assert a == b
         total += len(a)
     assert total == log.stat().st_size // RECORD_BYTES > 512
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_short_read_is_not_taken_for_the_end_of_a_file(tmp_path, monkeypatch, direct):
+    log = tmp_path / "log"
+    log.write_bytes(b"".join(encode({"number": number}) for number in range(1000)))
+    real = os.preadv
+
+    def short(fd, buffers, at):
+        return real(fd, [memoryview(buffers[0])[:PAGE]], at)
+
+    monkeypatch.setattr(os, "preadv", short)
+    if not direct:
+        monkeypatch.setattr(os, "O_DIRECT", 0)
+    assert log.stat().st_size > 4 * PAGE
+    assert [record["number"] for record, _ in read_frames(log)] == list(range(1000))
 
 
 def test_a_record_fills_128_bytes_whose_last_four_are_their_checksum(tmp_path):

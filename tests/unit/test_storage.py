@@ -121,6 +121,32 @@ def test_a_record_that_is_published_once_is_the_writers_own_whatever_storage_say
         assert [file.name for file in tmp_path.iterdir()] == ["claim"]
 
 
+def test_two_writers_of_one_record_never_share_a_draft(tmp_path, monkeypatch):
+    """Tasks on two nodes may have the same process id, and one replaces the other's record."""
+    path, real, texts = tmp_path / "record.json", os.fsync, iter([{"second": 1}])
+
+    def fsync(fd):
+        for record in texts:
+            records.write_json(path, record)
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    records.write_json(path, {"first": 1})
+    assert records.read_json(path) == {"first": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_a_record_that_cannot_be_written_leaves_no_draft(tmp_path, monkeypatch):
+    def fsync(_):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    storage.settle(0.0)
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="quota"):
+        records.write_json(tmp_path / "record.json", {})
+    assert not list(tmp_path.iterdir())
+
+
 def test_small_records_find_room_on_a_full_disk_and_others_wait_until_there_is_some(tmp_path):
     with small_tmpfs(tmp_path / "full", 4) as root:
         reserve = root / "control" / "reserve"
