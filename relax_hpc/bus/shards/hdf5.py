@@ -14,7 +14,7 @@ import hdf5plugin  # noqa: F401 - registers the filter with libhdf5
 import numpy as np
 from h5py import h5d, h5g, h5p, h5s, h5t, h5z
 
-from relax_hpc.bus.shards.shard_format import num_bytes
+from relax_hpc.bus.shards.shard_format import Field, num_bytes
 from relax_hpc.schema import Array
 
 Attribute = str | int | float
@@ -24,6 +24,7 @@ ALIGNMENT = 4096
 CHUNK_BYTES = 1 << 20
 ZSTD = 32015
 """HDF5's registered number of the filter."""
+_FILTERS = (h5z.FILTER_SHUFFLE, ZSTD, h5z.FILTER_FLETCHER32)
 # Level 1 with shuffle: 0.44 of the size of routed experts at 0.8 GB/s; deflate needs nine times
 # the time for as much, higher levels and bitshuffle gain nothing.
 _ZSTD_LEVEL = 1
@@ -133,21 +134,41 @@ def lay_out(
     return Skeleton(sorted(sparse.extents.items()), offsets, max(sparse.length, *ends, 0))
 
 
-def read_compressed(pread: Pread, length: int, name: str, lo: int, hi: int) -> Array:
-    """Items lo <= i < hi of a compressed dataset.
+def read_compressed(pread: Pread, length: int, name: str, field: Field, items: slice) -> Array:
+    """Items of a compressed dataset.
 
     Args:
         pread: fills memory from an offset of the open shard; returns bytes read.
         length: of the file.
+        field: its dtype and shape.
 
     Raises:
-        OSError: libhdf5 found its metadata or a chunk damaged.
+        OSError: libhdf5 found its metadata or a chunk damaged, or it is not compressed as here.
     """
-    with h5py.File(_OpenFile(pread, length), "r") as file:
-        try:
-            return cast(Array, file[name][lo:hi])
-        except (KeyError, RuntimeError, ValueError) as error:
-            raise OSError(f"libhdf5: {error}") from error
+    try:
+        with h5py.File(_OpenFile(pread, length), "r") as file:
+            return cast(Array, _compressed(file, name, field)[items])
+    except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise OSError(f"libhdf5: {error}") from error
+
+
+def _compressed(file: h5py.File, name: str, field: Field) -> h5py.Dataset:
+    """The dataset, if it is one as `_chunked` makes it.
+
+    HDF5 would read one that is linked, virtual or external from other files of whoever reads.
+    """
+    dataset = file
+    for entry in name.split("/"):
+        if not isinstance(dataset.get(entry, getlink=True), h5py.HardLink):
+            raise ValueError(f"{entry} is a link")
+        dataset = dataset[entry]
+    plist = dataset.id.get_create_plist()
+    filters = tuple(plist.get_filter(n)[0] for n in range(plist.get_nfilters()))
+    if (plist.get_layout(), filters) != (h5d.CHUNKED, _FILTERS):
+        raise ValueError(f"layout {plist.get_layout()}, filters {filters}")
+    if (dataset.dtype, dataset.shape) != (np.dtype(field.dtype), field.shape):
+        raise ValueError(f"{name} is {dataset.dtype} {dataset.shape}")
+    return dataset
 
 
 class _OpenFile:

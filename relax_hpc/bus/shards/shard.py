@@ -33,6 +33,7 @@ from relax_hpc.bus.shards.shard_format import (
     ROW_OFFSETS,
     Field,
     ShardInfo,
+    fields_of,
 )
 from relax_hpc.errors import BusError, DamagedError
 from relax_hpc.records import checksum
@@ -143,7 +144,7 @@ class Shard:
 
         For callers that know a digest of the items.
         """
-        field = self._field(name)
+        field = self._within(name, lo, hi)
         if field.codec or hi <= lo:
             return self._items(name, lo, hi)
         stride = math.prod(field.shape[1:]) * np.dtype(field.dtype).itemsize
@@ -176,6 +177,12 @@ class Shard:
         except KeyError:
             held = ", ".join(self.fields)
             raise BusError(f"{self.path}: has no column {name}; it holds {held}") from None
+
+    def _within(self, name: str, lo: int, hi: int) -> Field:
+        field = self._field(name)
+        if not 0 <= lo <= hi <= field.shape[0]:
+            raise self.corrupt(f"items {lo} to {hi} of {field.shape[0]} of {name} are named")
+        return field
 
     def _offsets(self, name: str) -> npt.NDArray[np.int64]:
         if name not in self._cached_offsets:
@@ -232,7 +239,7 @@ class Shard:
 
     def _items(self, name: str, lo: int, hi: int) -> Array:
         """Items lo <= i < hi of a dataset's first dimension."""
-        field = self._field(name)
+        field = self._within(name, lo, hi)
         if field.codec:
             return self._uncompressed(name, lo, hi)
         stride = math.prod(field.shape[1:]) * np.dtype(field.dtype).itemsize
@@ -244,12 +251,9 @@ class Shard:
         if field.codec != CODEC:
             raise BusError(f"{self.path}: {name} is compressed by {field.codec}, not {CODEC}")
         try:
-            values = hdf5.read_compressed(self._pread, self.length, name, lo, hi)
+            return hdf5.read_compressed(self._pread, self.length, name, field, slice(lo, hi))
         except OSError as error:
             raise self.corrupt(f"{name} cannot be uncompressed ({error})") from error
-        if values.dtype != field.dtype or values.shape != (hi - lo, *field.shape[1:]):
-            raise self.corrupt(f"{name} is {values.dtype} {values.shape} to HDF5")
-        return values
 
     def _bytes(self, name: str, lo: int, hi: int) -> npt.NDArray[np.uint8]:
         """Bytes lo <= i < hi of a dataset."""
@@ -331,27 +335,30 @@ class Shard:
                 f"{self.path}: is shard format {version}, this relax-hpc reads up to {FORMAT}; "
                 "use the version that wrote it, or a newer one"
             )
-        body = head[HEADER.size : HEADER.size + table_bytes + 4 * num_crcs]
-        if (got := len(body)) < table_bytes + 4 * num_crcs:
-            body = bytearray(table_bytes + 4 * num_crcs)
-            got = self._pread(memoryview(body), HEADER.size)
+        end = HEADER.size + table_bytes + 4 * num_crcs
         # A size from the open descriptor: no name is looked up.
-        if got < len(body) or self._patiently(os.fstat).st_size < length:
+        if not end <= length <= self._patiently(os.fstat).st_size:
             raise self._torn()
+        body = head[HEADER.size : end]
+        if len(head) < end:
+            body = bytearray(end - HEADER.size)
+            if self._pread(memoryview(body), HEADER.size) < len(body):
+                raise self._torn()
         if checksum(body) != body_crc:
             raise self.corrupt("the field table does not match its checksum")
         self.length, self.rows, self.uuid = int(length), int(rows), bytes(uuid).hex()
         self._crcs = np.frombuffer(bytes(body), "<u4", num_crcs, table_bytes)
-        self._read_table(json.loads(body[:table_bytes]))
+        self._cached_offsets: dict[str, npt.NDArray[np.int64]] = {}
+        self._read_table(body[:table_bytes])
         self._head = memoryview(head)
 
-    def _read_table(self, table: dict[str, Any]) -> None:
-        self.attributes: dict[str, Attribute] = table["attributes"]
-        self.fields = {
-            name: Field(**{**field, "shape": tuple(field["shape"])})
-            for name, field in table["fields"].items()
-        }
-        self._cached_offsets: dict[str, npt.NDArray[np.int64]] = {}
+    def _read_table(self, text: bytes | bytearray) -> None:
+        try:
+            table: dict[str, Any] = json.loads(text)
+            self.attributes: dict[str, Attribute] = dict(table["attributes"])
+            self.fields = fields_of(table["fields"], self.length, self.rows, len(self._crcs))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise self.corrupt(f"the field table cannot be ({error})") from error
 
     def _no_magic(self, head: bytearray) -> DamagedError:
         if not head:

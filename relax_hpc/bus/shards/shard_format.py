@@ -2,12 +2,12 @@
 
 import math
 import struct
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from relax_hpc.schema import COLUMNS, OFFSETS, Axis
+from relax_hpc.schema import ANY_WIDTH, COLUMNS, MEDIUM_AXES, OFFSETS, Axis, Column
 
 PLAIN_FORMAT = 1
 """Format of a shard without compressed columns: any reader can read it."""
@@ -24,6 +24,8 @@ DTYPES = {name: column.dtype for name, column in COLUMNS.items()} | dict.fromkey
     OFFSETS.values(), "int64"
 )
 MEDIA_AXES: tuple[Axis, ...] = ("media_ref", "medium", "media_byte", "media_frame")
+_OFFSET_AXES: dict[str, Axis] = {name: axis for axis, name in OFFSETS.items()}
+_ROW_AXES = OFFSETS.keys() - set(MEDIUM_AXES)
 NAMES_OF_PARTS = "score_parts"
 """Attribute: a JSON list of the names of the parts in `row/score_parts`, if there is
 that column."""
@@ -54,6 +56,54 @@ class Field(NamedTuple):
     """CRC slot of its first MiB; the others follow. A compressed dataset has none."""
     codec: str = ""
     """`CODEC`, or nothing where the bytes lie in the file as they are."""
+
+
+def fields_of(
+    table: Mapping[str, Mapping[str, Any]], length: int, rows: int, num_checksums: int
+) -> dict[str, Field]:
+    """Returns the datasets that a table names, each within the file and its checksums.
+
+    Args:
+        table: name of a dataset -> the facts of `Field`.
+        length: of the file.
+        rows: trajectories.
+        num_checksums: of all blocks.
+
+    Raises:
+        ValueError: a dataset cannot be what the table says; so do TypeError, KeyError and
+            AttributeError.
+    """
+    fields = {}
+    for name, values in table.items():
+        field = Field(**{**values, "shape": tuple(values["shape"])})
+        if not _fits(name, field, rows):
+            raise ValueError(f"{name} is {field.dtype} {field.shape} in a shard of {rows} rows")
+        num_blocks, end = -(-field.nbytes // BLOCK), field.offset + field.nbytes
+        lies_within = HEADER.size <= field.offset and end <= length
+        is_summed = 0 <= field.slot <= num_checksums - num_blocks
+        if not field.codec and field.nbytes and not (lies_within and is_summed):
+            raise ValueError(f"bytes {field.offset} to {end} of {length} are {name}")
+        fields[name] = field
+    return fields
+
+
+def _fits(name: str, field: Field, rows: int) -> bool:
+    """Whether a dataset has the dtype and the shape of the column of its name."""
+    dtype, column = np.dtype(field.dtype), COLUMNS.get(name)
+    sound = not dtype.hasobject and all(isinstance(n, int) and n >= 0 for n in field.shape)
+    if not sound or not field.shape or field.nbytes != num_bytes(field.dtype, field.shape):
+        return False
+    if dtype != DTYPES.get(name, dtype):
+        return False
+    size, *width = field.shape
+    if column is None:
+        return _OFFSET_AXES.get(name) not in _ROW_AXES or (size, width) == (rows + 1, [])
+    wide = len(width) == 1 if column.width == ANY_WIDTH else width == _width(column)
+    return wide and (column.axis != "row" or size == rows)
+
+
+def _width(column: Column) -> list[int]:
+    return [] if column.width is None else [column.width]
 
 
 def num_bytes(dtype: str, shape: Sequence[int]) -> int:
