@@ -29,7 +29,11 @@ from relax_hpc import heartbeat
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT)
+PASSING = (
+    errno.ESTALE, errno.EIO, errno.ETIMEDOUT,
+    errno.ENOTCONN, errno.ESHUTDOWN,  # Lustre, of a client that a server has shut out
+    errno.ECOMM, errno.EREMOTEIO,  # BeeGFS, of a server that does not answer or was restarted
+)  # fmt: skip
 """Errors that a server's return ends."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 RESERVE_BYTES = 1 << 20

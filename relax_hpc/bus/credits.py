@@ -54,6 +54,7 @@ class CreditWriter:
         newest = _Newest()
         newest.add(self._frames.found)
         self._fenced_by = max((r["plan_fence"] for r in self._frames.found), default=0)
+        self._frames.found.clear()  # three for each step of a run
         self.inherited = (newest.credit or Credit())._replace(finished=False)
         """The grant of the trainer before."""
         self.write(self.inherited)

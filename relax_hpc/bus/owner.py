@@ -70,6 +70,7 @@ class Owner:
         self._folder = self._make_folder(paths.fence(name, self.fence))
         self._live = self._clean()
         """Records whose file is there."""
+        self._log.records.clear()  # of all shards since the run began
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,8 @@
+import gc
 import os
 import re
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from relax_hpc.bus.log import (
     Fences,
     LogTail,
     RecordKind,
+    pack,
     read_log,
 )
 from relax_hpc.bus.plan import PlanPosition, claim_fence, is_planned, read_chain
@@ -566,6 +569,24 @@ def test_two_writers_of_one_log_are_noticed(tmp_path):
 
 
 # producers
+
+
+def test_who_starts_again_keeps_nothing_of_what_was_done_long_ago(tmp_path):
+    paths = make_bus(tmp_path)
+    old = CommitRecord(RecordKind.BASE, 1, 0, uuid="ab" * 16, rows=1, guid_min=0, guid_max=0)
+    records = [CommitRecord(RecordKind.OPEN, 1, 0), *(old._replace(seq=n) for n in range(9_999))]
+    paths.log("rollout-0").write_bytes(b"".join(map(pack, records)))
+    granted = [{"plan_fence": 1, **Credit(step, step, step)._asdict()} for step in range(10_000)]
+    paths.credits.write_bytes(b"".join(map(encode, granted)))
+    del records, granted
+    for start in (lambda: Producer(paths, "rollout-0", {}), lambda: CreditWriter(paths, 2)):
+        tracemalloc.start()
+        started = start()
+        gc.collect()
+        held, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        started.close()
+        assert held < 500_000 < 4_000_000 < most
 
 
 def test_a_producer_refuses_to_commit_a_group_again(tmp_path):

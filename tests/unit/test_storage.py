@@ -48,7 +48,14 @@ class Call:
         return "done"
 
 
-@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOSPC])
+@pytest.mark.parametrize(
+    "code",
+    [
+        errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOSPC,
+        errno.ENOTCONN, errno.ESHUTDOWN, errno.ECOMM, errno.EREMOTEIO,
+    ],
+    ids=errno.errorcode.get,
+)  # fmt: skip
 def test_who_has_settled_waits_and_others_are_told_at_once(tmp_path, code):
     call = Call(code)
     with pytest.raises(OSError, match=os.strerror(code)):
