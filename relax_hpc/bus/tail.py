@@ -125,11 +125,12 @@ def current_size(fd: int) -> int:
     if call is None:
         return os.fstat(fd).st_size
     answer = ctypes.create_string_buffer(_STATX_BYTES)
-    if call(fd, b"", _AT_EMPTY_PATH | _AT_STATX_FORCE_SYNC, _STATX_SIZE, answer):
+    while call(fd, b"", _AT_EMPTY_PATH | _AT_STATX_FORCE_SYNC, _STATX_SIZE, answer):
         code = ctypes.get_errno()
-        if code not in (errno.ENOSYS, errno.EPERM):  # as some containers forbid it
+        if code in (errno.ENOSYS, errno.EPERM):  # as some containers forbid it
+            return os.fstat(fd).st_size
+        if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
-        return os.fstat(fd).st_size
     return int.from_bytes(answer.raw[_STATX_SIZE_AT : _STATX_SIZE_AT + 8], "little")
 
 
