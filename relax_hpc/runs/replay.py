@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -183,14 +183,14 @@ def plan(paths: RunPaths, config: RunConfig, step: int) -> Replay:
         ConfigError: there is nothing to train it from.
     """
     chain = read_chain(paths.bus)
-    there = {each for each in range(1, step + 1) if _is_there(paths.bus, chain, each)}
-    if step not in there:
-        raise ConfigError(_freed(paths, config, chain, step))
+    portions = _portions(chain)
+    if not _is_there(paths.bus, portions, step):
+        raise ConfigError(_freed(paths, config, portions, step))
     checkpoints = store.whole(paths.checkpoints, PlanPosition, lambda at: _is_on(chain, at))
     before = [each for each in checkpoints if each.step < step]
     found = before[-1] if before else None
     first = found.step + 1 if found else 1
-    if missing := sorted(set(range(first, step + 1)) - there):
+    if missing := [s for s in range(first, step) if not _is_there(paths.bus, portions, s)]:
         begin = f"checkpoint {found.step}" if found else "the model"
         raise ConfigError(
             f"--step {step}: there is no checkpoint of step {step - 1}, and from {begin}, the one "
@@ -209,8 +209,16 @@ def _is_on(chain: Chain, position: PlanPosition) -> bool:
     return True
 
 
-def _is_there(bus: BusPaths, chain: Chain, step: int) -> bool:
-    records = [record for record in chain.steps if record.step == step]
+def _portions(chain: Chain) -> dict[int, list[PlanRecord]]:
+    """step -> what its batch was planned in."""
+    found: dict[int, list[PlanRecord]] = {}
+    for record in chain.steps:
+        found.setdefault(record.step, []).append(record)
+    return found
+
+
+def _is_there(bus: BusPaths, portions: Mapping[int, Sequence[PlanRecord]], step: int) -> bool:
+    records = portions.get(step, ())
     return bool(records) and records[-1].last and all(map(Path.exists, _files(bus, records)))
 
 
@@ -223,9 +231,10 @@ def _files(bus: BusPaths, records: Sequence[PlanRecord]) -> Iterator[Path]:
                 yield bus.shard(each.writer, each.fence, each.seq)
 
 
-def _freed(paths: RunPaths, config: RunConfig, chain: Chain, step: int) -> str:
-    last = max((record.step for record in chain.steps), default=0)
-    left = [each for each in range(1, last + 1) if _is_there(paths.bus, chain, each)]
+def _freed(
+    paths: RunPaths, config: RunConfig, portions: Mapping[int, Sequence[PlanRecord]], step: int
+) -> str:
+    left = [each for each in sorted(portions) if _is_there(paths.bus, portions, each)]
     can = f"{left[0]} to {left[-1]} are there" if left else "none are there"
     return (
         f"--step {step}: its shards were deleted once a checkpoint had passed them; of {can}; "

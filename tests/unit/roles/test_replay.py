@@ -68,6 +68,14 @@ def test_it_begins_at_the_checkpoint_before_the_step_or_the_nearest_one_or_the_m
     assert replay.plan(run, JOB, 1) == Replay(run.root, 1, 1, None)
 
 
+def test_files_of_the_steps_before_the_checkpoint_are_not_looked_up(run, monkeypatch):
+    """There may be a hundred thousand of them."""
+    real, asked = Path.exists, []
+    monkeypatch.setattr(Path, "exists", lambda path: (asked.append(path), real(path))[1])
+    assert replay.plan(run, JOB, 4).first == 3
+    assert {path for path in asked if path.suffix == ".h5"} == shards_of(run, 3) | shards_of(run, 4)
+
+
 def test_one_that_is_kept_for_good_counts_and_one_of_a_superseded_trainer_does_not(run):
     kept = run.checkpoints / "kept"
     kept.mkdir()
