@@ -10,6 +10,7 @@ import errno
 import logging
 import mmap
 import os
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -40,12 +41,16 @@ class GrowingFile:
         self._buffer = mmap.mmap(-1, WINDOW)  # page-aligned, as O_DIRECT wants
         self._fd: int | None = None
         self.direct = True
-        self.read_from(0)  # some accept the flag and refuse the read
+        self._ask(0, most=1)  # some accept the flag and refuse the read
 
     def read_from(self, offset: int) -> bytes:
         """Reads everything behind `offset`."""
+        return self._ask(offset)
+
+    def _ask(self, offset: int, most: int = sys.maxsize) -> bytes:
+        """Reads what is behind `offset`; nothing more once that is `most` bytes."""
         try:
-            return patiently(self.path, lambda: self._poll_anew(offset))
+            return patiently(self.path, lambda: self._poll_anew(offset, most))
         except FileNotFoundError:
             raise BusError(f"{self.path}: no such log; is this a bus of this run?") from None
         except OSError as error:
@@ -55,20 +60,20 @@ class GrowingFile:
         self._let_go()
         self._buffer.close()
 
-    def _poll_anew(self, offset: int) -> bytes:
+    def _poll_anew(self, offset: int, most: int) -> bytes:
         try:
-            return self._poll(offset)
+            return self._poll(offset, most)
         except OSError as error:
             self._let_go()
             if error.errno != errno.ESTALE:
                 raise
         # The server forgot the file we held (it was restored, say); the name may still be good.
-        return self._poll(offset)
+        return self._poll(offset, most)
 
-    def _poll(self, offset: int) -> bytes:
+    def _poll(self, offset: int, most: int) -> bytes:
         if self.direct:
             try:
-                return self._poll_direct(offset)
+                return self._poll_direct(offset, most)
             except OSError as error:
                 if error.errno not in _REFUSED:
                     raise
@@ -76,29 +81,30 @@ class GrowingFile:
                 self.direct = False
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            data = self._read(fd, offset)
+            data = self._read(fd, offset, most)
             _tell_once(os.fstat(fd).st_dev, self.path.parent, direct=False)
         finally:
             os.close(fd)
         return data
 
-    def _poll_direct(self, offset: int) -> bytes:
+    def _poll_direct(self, offset: int, most: int) -> bytes:
         if self._fd is None:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-            data = self._read(self._fd, offset)
+            data = self._read(self._fd, offset, most)
             _tell_once(os.fstat(self._fd).st_dev, self.path.parent, direct=True)
             return data
-        return self._read(self._fd, offset)
+        return self._read(self._fd, offset, most)
 
-    def _read(self, fd: int, offset: int) -> bytes:
+    def _read(self, fd: int, offset: int, most: int) -> bytes:
         out = bytearray()
-        while True:
+        while len(out) < most:
             at = offset + len(out)
             start = at // PAGE * PAGE
             end = start + os.preadv(fd, [self._buffer], start)
             if end <= at:  # a read that is short says nothing of the end of the file
-                return bytes(out)
+                break
             out += self._buffer[at - start : end - start]
+        return bytes(out)
 
     def _let_go(self) -> None:
         if self._fd is not None:

@@ -528,6 +528,21 @@ def test_a_short_read_is_not_taken_for_the_end_of_a_file(tmp_path, monkeypatch, 
     assert [record["number"] for record, _ in read_frames(log)] == list(range(1000))
 
 
+def test_of_a_long_file_only_what_is_new_is_read(tmp_path, monkeypatch):
+    """A plan of 100,000 steps may have a GB, and each checkpoint is looked up in it."""
+    log, real, sizes = tmp_path / "log", os.preadv, []
+    frame = encode({"text": "x" * 10_000})
+    log.write_bytes(101 * frame)
+
+    def counted(*args):
+        sizes.append(real(*args))
+        return sizes[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    assert len(read_frames(log, 100 * len(frame))) == 1
+    assert sum(sizes) < 200_000
+
+
 def test_a_signal_while_the_size_of_a_log_is_asked_ends_nobody(tmp_path, monkeypatch):
     real, codes = tail._statx(), [errno.EINTR, errno.EINTR]
 
