@@ -113,7 +113,8 @@ def summary(timeline: Timeline) -> Summary:
         for name in names
     }
     rates = [rate for engine in timeline.engines.values() for rate in engine]
-    pauses = {id: sum(p.seconds for p in noted) for id, noted in timeline.pauses.items()}
+    within = [_within(timeline, rate) for rate in rates]
+    pauses = {id: sum(_within(timeline, p) for p in each) for id, each in timeline.pauses.items()}
     updates = {(p.start, p.seconds) for noted in timeline.pauses.values() for p in noted}
     return Summary(
         timeline.steps[0]["step"],
@@ -121,12 +122,19 @@ def summary(timeline: Timeline) -> Summary:
         spent.pop("step"),
         spent,
         len(timeline.engines),
-        sum(rate.num_tokens for rate in rates) / timeline.seconds,
-        sum(rate.in_flight * rate.seconds for rate in rates) / timeline.seconds,
+        sum(r.num_tokens / r.seconds * s for r, s in zip(rates, within, strict=True) if s)
+        / timeline.seconds,
+        sum(r.in_flight * s for r, s in zip(rates, within, strict=True)) / timeline.seconds,
         len(updates),
         statistics.median(seconds for _, seconds in updates) if updates else 0.0,
         max(pauses.values(), default=0.0) / timeline.seconds,
     )
+
+
+def _within(timeline: Timeline, spent: Rate | Phase) -> float:
+    """Seconds of a while that are in the time of the steps; an engine's word may reach beyond."""
+    end = min(spent.start + spent.seconds, timeline.end)
+    return max(end - max(spent.start, timeline.begin), 0.0)
 
 
 def text(found: Summary) -> str:

@@ -63,8 +63,9 @@ def test_numbers_of_a_timeline_are_those_of_its_steps(run_dir):
     assert (found.first_step, found.last_step, found.seconds_per_step) == (2, 2, 10.0)
     assert found.phases == {"wait": 2.0, "publish": 3.0}
     assert found.engines == 2
-    assert found.tokens_per_s == pytest.approx((400 + 600 + 1000 + 50) / 10)
-    assert found.in_flight == pytest.approx((8 * 4 + 4 * 6 + 2 * 10 + 1 * 5) / 10)
+    # Of what began before step 2 the part counts that is in it.
+    assert found.tokens_per_s == pytest.approx((400 / 2 + 600 + 1000 * 8 / 10 + 50) / 10)
+    assert found.in_flight == pytest.approx((8 * 2 + 4 * 6 + 2 * 8 + 1 * 5) / 10)
     assert (found.updates, found.paused_s) == (1, 1.5)
     assert found.paused_share == pytest.approx(0.15)
     medians = timeline.summary(timeline.read(run_dir))
