@@ -303,6 +303,21 @@ def test_a_run_whose_component_gives_up_ends_though_a_board_goes_on(tmp_path):
         assert done.returncode == 3
 
 
+@pytest.mark.parametrize("in_order", [("rollout", "actor"), ("actor", "rollout")])
+def test_who_is_ended_because_another_gave_up_does_not_make_it_a_job_that_was_cancelled(
+    tmp_path, in_order
+):
+    commands = {
+        "rollout": f"supervise rollout 1 {tmp_path} -- "
+        f"bash -c 'touch {tmp_path}/7_0_final; sleep 0.5; exit 1' &",
+        "actor": "supervise actor 1 /nowhere -- sleep 60 &",
+    }
+    started = [line for name in in_order for line in (commands[name], "components+=($!)")]
+    done = bash(*started, WAIT, "exit $exit_code")
+    assert "actor: start 1 ended with exit code 143" in done.stdout
+    assert done.returncode == 1, done
+
+
 @pytest.mark.parametrize(
     ("assigned", "command"),
     [("step", "supervise actor 1 /nowhere -- sleep 60"), ("child", "serve scaler sleep 60")],

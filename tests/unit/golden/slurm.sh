@@ -298,7 +298,9 @@ exit_code=0 ended=()
 for place in "${!components[@]}"; do
   join "${components[place]}"
   [ "$status" -ne 0 ] || continue
-  exit_code=$status ended+=(--ended "${names[place]}=$status")
+  ended+=(--ended "${names[place]}=$status")
+  # Who was ended with 143, because another gave up, does not say how the job ends.
+  [ "$status" -eq 143 ] && [ "$exit_code" -ne 0 ] || exit_code=$status
 done
 if [ -n "$server" ]; then
   kill "$server" 2>/dev/null
