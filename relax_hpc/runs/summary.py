@@ -87,8 +87,7 @@ def _apart(config: JobConfig) -> Set[str]:
 
 def _progress(events: Sequence[Event], num_steps: int, apart: Set[str]) -> dict[str, Any]:
     """Tells how far the run is: after a resume, behind the highest step that it has done."""
-    last = history.present_step(events)
-    done = [event for event in history.steps(events) if event["step"] <= last]
+    last, done = history.present_step(events), history.steps(events)
     pace = history.seconds_per_step(done)
     return {
         "steps_done": last,

@@ -144,7 +144,6 @@ EVENTS: dict[str, EventKind] = {
             "num_errors": "those of them that failed",
             "first": "why the first did",
         },
-        {"num_errors": "reward/errors"},
     ),
     "eval": EventKind(
         "rollout",
@@ -215,7 +214,8 @@ EVENTS: dict[str, EventKind] = {
             "lr": "",
             "skipped": "part of the updates that were not done",
             "loss_scale": "float16",
-            "reward/...": "mean over episodes; sampled: with those that were skipped",
+            "reward/...": "mean over episodes; errors: part of the episodes whose reward failed; "
+            "sampled: with those that were skipped",
             "staleness/...": "mean, max over episodes, of the oldest token",
             "response/...": "mean tokens of an episode; truncated: part of the episodes",
             "groups/...": "parts of the prompt groups: solved, teaching; with refill how many were "

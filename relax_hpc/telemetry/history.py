@@ -26,9 +26,12 @@ class Heldout(NamedTuple):
 
 
 def steps(events: Sequence[Event]) -> list[Event]:
-    """The newest `step` event of each step, in order; a resume trains some steps again."""
-    newest = {e["step"]: e for e in events if e["event"] == "step"}
-    return [newest[step] for step in sorted(newest)]
+    """The newest `step` event of each step up to the present one, in order.
+
+    Steps behind the one that training was resumed from count once they are trained again.
+    """
+    newest, last = {e["step"]: e for e in events if e["event"] == "step"}, present_step(events)
+    return [newest[step] for step in sorted(newest) if step <= last]
 
 
 def present_step(events: Sequence[Event]) -> int:

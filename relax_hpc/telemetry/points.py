@@ -63,7 +63,7 @@ class Points:
                     yield from self._once(kind, event)
                 case "eval":
                     yield from self._score(event)
-                case "load" | "shard" | "reward_errors":
+                case "load" | "shard":
                     self._between.append(event)
 
     def _step(self, event: Event) -> Iterator[Point | Rewind]:
@@ -114,9 +114,6 @@ def _summed_up(events: Sequence[Event]) -> Iterator[tuple[str, float]]:
     of = {kind: [event for event in events if event["event"] == kind] for kind in EVENTS}
     yield from _of_shards([shard for shard in of["shard"] if shard["num_trajectories"]])
     yield from _of_engines(of["load"])
-    samples = sum(event["num_samples"] for event in of["reward_errors"])
-    if samples and (name := tag("reward_errors", "num_errors")):
-        yield name, sum(event["num_errors"] for event in of["reward_errors"]) / samples
 
 
 def _of_shards(shards: Sequence[Event]) -> Iterator[tuple[str, float]]:

@@ -123,6 +123,14 @@ def test_a_step_trained_again_counts_once_with_its_newest_values(run_dir):
     assert [(e["step"], e["reward/mean"]) for e in done] == [(1, 0.25), (2, 0.5), (3, 0.75)]
 
 
+def test_steps_behind_the_one_that_was_resumed_from_count_once_they_are_trained_again(run_dir):
+    write(run_dir, [event("resume", 7.0, step=1)])
+    assert [e["step"] for e in history.steps(read_events(run_dir / "events"))] == [1]
+    write(run_dir, [step(2, 8.0, 0.125)])
+    done = history.steps(read_events(run_dir / "events"))
+    assert [(e["step"], e["reward/mean"]) for e in done] == [(1, 0.25), (2, 0.125)]
+
+
 def test_held_out_scores_add_up_over_ranks_and_a_repetition_replaces(run_dir):
     write(run_dir, [evaluation("after", 3, 0, 80.0, 100, 8.0)])
     points = history.heldout(read_events(run_dir / "events"))

@@ -144,6 +144,15 @@ def test_events_say_how_far_a_run_is(paths):
     assert (found["heldout_before"], found["heldout_after"]) == (0.25, 0.75)
 
 
+def test_after_a_resume_the_figures_are_those_of_the_steps_that_it_goes_on_from(paths):
+    done = [{"reward/mean": 0.5 * n, "num_trajectories": 2, "staleness/max": n} for n in (1, 2)]
+    emit(paths, "actor", *[("step", {"step": n} | each) for n, each in enumerate(done, start=1)])
+    emit(paths, "actor", ("resume", {"step": 1}))
+    found = summary.summarize(paths.root)
+    assert (found["steps_done"], found["last_reward"]) == (1, 0.5)
+    assert found["trajectories"]["trained"] == 2
+
+
 def test_the_time_left_is_the_pace_times_the_steps_left(paths):
     path = paths.events("actor", 0)
     path.parent.mkdir()
