@@ -1,6 +1,7 @@
 """A run as a screen: what `relax-hpc watch` shows, and shows again as it changes."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -150,7 +151,10 @@ def _components(run: RunStatus) -> RenderableType:
 
 
 def _engines(run: RunStatus, events: Sequence[Event]) -> RenderableType:
-    loads = {event["id"]: event for event in history.loads(events)}
+    newest = {(event["id"], event["rank"]): event for event in history.loads(events)}
+    loads = defaultdict[str, list[Event]](list)
+    for (id, _), event in newest.items():
+        loads[id].append(event)
     table = _table("engine", "state", "node", "weights", "tokens/s", "in flight")
     for row in run.engines[:_MOST_ENGINES]:
         figures = _load(loads[row.id]) if row.id in loads else ("-", "-")
@@ -162,9 +166,10 @@ def _engines(run: RunStatus, events: Sequence[Event]) -> RenderableType:
     return table
 
 
-def _load(event: Event) -> tuple[str, str]:
-    """Tokens a second that an engine samples, and the requests in it."""
-    return short(event["num_tokens"] / event["seconds"]), str(event["in_flight"])
+def _load(of_tasks: Sequence[Event]) -> tuple[str, str]:
+    """Tokens a second that an engine samples, and the requests in it, of all who ask it."""
+    speed = sum(event["num_tokens"] / event["seconds"] for event in of_tasks)
+    return short(speed), str(sum(event["in_flight"] for event in of_tasks))
 
 
 def _table(*heads: str) -> Table:

@@ -156,11 +156,12 @@ def run(tmp_path, monkeypatch):
     )  # fmt: skip
     began = [{"event": "start", "time": NOW, "attempt": "7.1", "start": n} for n in (1, 2)]
     emit(paths, "actor-0", *map(step, range(1, 13)), *({**e, "node": "node9"} for e in began))
-    load = {"event": "load", "time": NOW, "id": "rollout-0", "seconds": 10.0, "num_tokens": 27000}
+    load = {"event": "load", "time": NOW, "id": "rollout-0", "seconds": 10.0, "num_tokens": 14000}
     emit(
         paths, "rollout-0", evaluated("before", 0, 2.0), evaluated("during", 10, 4.0),
-        {**began[0], "node": "node7"}, load | {"in_flight": 16, "version": 12, "kv_used": 0.5},
+        {**began[0], "node": "node7"}, load | {"in_flight": 12, "version": 12, "kv_used": 0.5},
     )  # fmt: skip
+    emit(paths, "rollout-1", load | {"seconds": 5.0, "num_tokens": 6500, "in_flight": 4})
     members.announce(paths, Member("rollout-0", "7-1-1", "", 1, "embedded", "HEALTHY"))
     Roster(12, {"rollout-0": RosterEntry("7-1-1", 12, "ACTIVE")}).write(paths)
     log(fake.run_dir)
