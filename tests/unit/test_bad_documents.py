@@ -96,6 +96,17 @@ def test_a_step_that_is_too_small_for_a_document_is_refused(refused):
     assert refused().startswith("sft.tokens_per_step = 7: the longest document has 10 tokens")
 
 
+@pytest.mark.parametrize("name", ["train", "heldout"])
+def test_documents_of_which_nothing_is_left_are_refused(refused, name):
+    long = {"prompt": "1+" * 30, "completion": "a"}
+    Path(f"{name}.jsonl").write_text((json.dumps(long) + "\n") * 2)
+    said = refused("sft.max_tokens=20", "sft.too_long=truncate")
+    assert (
+        said == f"sft.{name}: sft.max_tokens = 20 leaves no document a token of the assistant; "
+        "raise it"
+    )
+
+
 def test_a_job_without_an_end_is_refused(refused):
     Path("job.toml").write_text(JOB.replace("epochs = 3", ""))
     assert "needs num_steps or epochs; set one of them" in refused()

@@ -160,8 +160,18 @@ def _check(
     for each, indices in zip(files, chosen, strict=True):
         documents = Documents(each.path, tokenizer, config.sft, each.rows)
         lengths.append(_named(each.key, partial(tokens, documents, indices)))
+        count = config.sft.heldout_documents if each.key == "heldout" else len(documents)
+        _named(each.key, partial(_check_left, config, documents, count))
     check_lengths(config, max((length for each in lengths for length in each), default=0))
     return lengths
+
+
+def _check_left(config: SftRunConfig, documents: Documents, count: int) -> None:
+    if not any(document.num_trained for document in documents.first(count)):
+        raise ConfigError(
+            f"sft.max_tokens = {config.sft.max_tokens} leaves no document a token of the "
+            "assistant; raise it"
+        )
 
 
 def _named(key: str, read: Callable[[], T]) -> T:
