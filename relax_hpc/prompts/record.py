@@ -51,6 +51,7 @@ def read_record(row: Row, settings: PromptsConfig) -> Record:
     """
     where, fields, columns = row.where, row.fields, settings.columns
     prompt, answer = (_needed(row, key, getattr(columns, key)) for key in ("prompt", "answer"))
+    prompt = [*map(_with_content, prompt)] if isinstance(prompt, list) else prompt
     if not (isinstance(prompt, str) or _is_chat(prompt)):
         raise ConfigError(
             f"{where}: {columns.prompt} = {shown(prompt)}: must be text, or messages of role and "
@@ -62,7 +63,8 @@ def read_record(row: Row, settings: PromptsConfig) -> Record:
         quoted = f'write "{answer}"' if isinstance(answer, int | float) else "write it as text"
         raise ConfigError(f"{where}: {columns.answer} = {shown(answer)}: must be text; {quoted}")
     tools, source = (_field(fields, name) for name in (columns.tools, columns.source))
-    tools, source = (None if tools is _MISSING else tools, "" if source is _MISSING else source)
+    tools = None if tools is _MISSING else tools
+    source = "" if source is _MISSING or source is None else source
     if not (tools is None or is_list_of_objects(tools)):
         raise ConfigError(f"{where}: {columns.tools} = {shown(tools)}: must be a list of objects")
     if not isinstance(source, str):
@@ -142,7 +144,8 @@ def _asked(prompt: str | list[Message], settings: PromptsConfig) -> str | list[M
 
 
 def _template_args(row: Row, settings: PromptsConfig) -> Mapping[str, Any]:
-    given = row.fields.get(TEMPLATE_ARGS, {})
+    given = row.fields.get(TEMPLATE_ARGS)
+    given = {} if given is None else given
     if not isinstance(given, dict):
         raise ConfigError(f"{row.where}: {TEMPLATE_ARGS} = {shown(given)}: must be an object")
     if taken := sorted(TAKEN & given.keys()):
@@ -155,6 +158,13 @@ def _template_args(row: Row, settings: PromptsConfig) -> Mapping[str, Any]:
             "the field"
         )
     return {**settings.template_args, **given}
+
+
+def _with_content(message: object) -> object:
+    """Gives a message that has tool calls and no text an empty one."""
+    if isinstance(message, dict) and message.get("content") is None and message.get("tool_calls"):
+        return message | {"content": ""}
+    return message
 
 
 def _is_chat(prompt: object) -> bool:

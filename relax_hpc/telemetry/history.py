@@ -30,7 +30,8 @@ def steps(events: Sequence[Event]) -> list[Event]:
 
     Steps behind the one that training was resumed from count once they are trained again.
     """
-    newest, last = {e["step"]: e for e in events if e["event"] == "step"}, present_step(events)
+    newest = {e["step"]: e for e in events if e["event"] == "step"}
+    last = present_step(events)
     return [newest[step] for step in sorted(newest) if step <= last]
 
 

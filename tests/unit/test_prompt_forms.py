@@ -79,6 +79,24 @@ def test_a_missing_or_wrong_column_is_named_with_those_there_are(columns, said):
     assert said in str(error.value)
 
 
+def test_what_a_row_may_lack_may_be_null():
+    lacking = {"prompt": "1+2=", "answer": "3"}
+    null = dict.fromkeys(("tools", "source", "template_args"))
+    assert read(lacking | null)._replace(metadata={}) == read(lacking)
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_a_message_of_tool_calls_alone_has_an_empty_text(content):
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]
+    asked = {"role": "user", "content": "1+2="}
+    before = [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "3"}]
+    chat = [asked, before[0] | content, before[1]]
+    found = read({"prompt": chat, "answer": "3"}).prompt
+    assert found == [asked, before[0] | {"content": ""}, before[1]]
+    with pytest.raises(ConfigError, match="must be text, or messages of role and content"):
+        read({"prompt": [asked, {"role": "assistant"} | content], "answer": "3"})
+
+
 def test_a_system_message_is_put_where_a_row_has_none():
     text = read({"prompt": "1+2=", "answer": "3"}, system="Add.")
     assert text.prompt == [
