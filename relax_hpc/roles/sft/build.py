@@ -63,9 +63,7 @@ def _rank0(
     events: EventWriter,
 ) -> Rank0:
     measured = [
-        document
-        for source in heldout
-        for document in source.first(config.sft.heldout_documents)
+        document for source in heldout for document in source.first(config.sft.heldout_documents)
     ]
     position = resumed.position if resumed else None
     return Rank0(config, paths, documents, measured, events, position)
