@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -141,10 +141,6 @@ class Documents:
                 f"{row.where}: has no token to train on; write a completion, or remove the line"
             )
         return document
-
-    def first(self, count: int) -> Iterator[Document]:
-        """The documents on the first `count` lines, or on all; raises as `document`."""
-        return (self.document(index) for index in range(min(count, len(self))))
 
     def batch(self, start: int) -> Batch:
         """The documents of a step, from ordinal `start` on."""

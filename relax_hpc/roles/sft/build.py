@@ -63,7 +63,9 @@ def _rank0(
     events: EventWriter,
 ) -> Rank0:
     measured = [
-        document for source in heldout for document in source.first(config.sft.heldout_documents)
+        source.document(line)
+        for source in heldout
+        for line in range(min(config.sft.heldout_documents, len(source)))
     ]
     position = resumed.position if resumed else None
     return Rank0(config, paths, documents, measured, events, position)

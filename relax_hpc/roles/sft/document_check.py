@@ -167,7 +167,8 @@ def _check(
 
 
 def _check_left(config: SftRunConfig, documents: Documents, count: int) -> None:
-    if not any(document.num_trained for document in documents.first(count)):
+    lines = range(min(count, len(documents)))
+    if not any(documents.document(line).num_trained for line in lines):
         raise ConfigError(
             f"sft.max_tokens = {config.sft.max_tokens} leaves no document a token of the "
             "assistant; raise it"
