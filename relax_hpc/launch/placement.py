@@ -33,7 +33,7 @@ _LETTERS = {
     **{"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task", "J": "job-name"},
     **{"o": "output", "e": "error", "p": "partition", "A": "account", "q": "qos"},
     **{"C": "constraint", "x": "exclude", "t": "time", "d": "dependency", "a": "array"},
-    **{"W": "wait", "K": "kill-on-bad-exit", "u": "unbuffered", "r": "relative"},
+    **{"W": "wait", "M": "clusters", "K": "kill-on-bad-exit", "u": "unbuffered", "r": "relative"},
 }
 
 
@@ -160,6 +160,7 @@ def _check_options(component: Component, job: WholeJob) -> None:
     of_sbatch = {
         "job-name": "name",
         **dict.fromkeys(("signal", "array", "wait", "test-only"), _SCRIPT),
+        "clusters": "the cluster of the machine on which the run is submitted",
         **{name.replace("_", "-"): f"{key}.{name}" for name in said},
         **({"comment": "resources.comment"} if job.comment else {}),
         **(dict.fromkeys(("mail-user", "mail-type"), "resources.mail") if job.mail else {}),

@@ -38,6 +38,7 @@ KEY = "actor.resources"
         ({"sbatch": ["--exclusive --nodes 3"]}, f"--nodes is set by {KEY}.nodes"),
         ({"sbatch": ["--outp=/x"]}, f"--output is set by {SCRIPT}"),
         ({"sbatch": ["--array=0-3"]}, f"--array is set by {SCRIPT}"),
+        ({"sbatch": ["-M other"]}, "--clusters is set by the cluster of the machine on which"),
         ({"sbatch": ["--gpus-per-node=1"]}, f"is set by {KEY}.gpus_per_node"),
         ({"sbatch": ["-p a"], "partition": "b"}, f"--partition is set by {KEY}.partition"),
         ({"sbatch": ["#SBATCH --exclusive"]}, "is no option; write each in one entry that begins"),
