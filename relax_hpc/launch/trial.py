@@ -164,10 +164,8 @@ def _allowed(fields: Sequence[str]) -> str:
 
 def associations(column: str) -> list[str]:
     """Names that accounting lets this user say: accounts, or QOS; none without accounting."""
-    asked = ["sacctmgr", "-nP", "show", "assoc", f"user={getpass.getuser()}", f"format={column}"]
-    answer = output_of(asked)
-    lines = answer.stdout.split() if not answer.returncode else []
-    return sorted({name for line in lines for name in line.split(",") if name})
+    rows = _rows("assoc", f"user={getpass.getuser()}", f"format={column}")
+    return sorted({name for (names,) in rows for name in names.split(",") if name})
 
 
 def _features() -> list[str]:

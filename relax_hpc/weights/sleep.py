@@ -5,6 +5,7 @@ that of the cache, which is empty.
 """
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from relax_hpc.errors import EngineError, PeerTimeoutError
@@ -56,7 +57,8 @@ class Sleep:
         """
         register = self._register
         lease.give(register.paths, self._attempt, "trainer")
-        self._wait_for_starts()
+        still = "still starting after {}, and no GPU to train on before"
+        self._wait_while_any(lambda member: member.state == "STARTING", still)
         awake = {
             member: register.client(member)
             for member in self._of_attempt()
@@ -76,7 +78,9 @@ class Sleep:
         for member, reason in failed.items():
             register.fence(member, reason)
         register.write()
-        self._wait_for_ends()
+        # Nobody can make them release their memory. A task that died says so of its engine when it
+        # has started again, and read its data.
+        self._wait_while_any(self._is_to_end, "fenced, and not ended within {}")
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
@@ -108,29 +112,13 @@ class Sleep:
                 )
             time.sleep(_POLL_S)
 
-    def _wait_for_starts(self) -> None:
+    def _wait_while_any(self, is_awaited: Callable[[Member], bool], said: str) -> None:
+        """Waits as long as an engine may take to start; names those that take longer."""
         deadline = time.monotonic() + self._start_timeout_s
-        while starting := [m for m in self._of_attempt() if m.state == "STARTING"]:
+        while left := [m for m in self._of_attempt() if is_awaited(m)]:
             if time.monotonic() > deadline:
-                names = ", ".join(f"{member.id} ({member.reason})" for member in starting)
-                raise PeerTimeoutError(
-                    f"still starting after {self._start_timeout_s:g} s, and no GPU to train on "
-                    f"before: {names}"
-                )
-            time.sleep(_POLL_S)
-
-    def _wait_for_ends(self) -> None:
-        """Waits for fenced engines to end: nobody can make them release their memory.
-
-        A task that died says so of its engine when it has started again, and read its data.
-        """
-        deadline = time.monotonic() + self._start_timeout_s
-        while left := [m for m in self._of_attempt() if self._is_to_end(m)]:
-            if time.monotonic() > deadline:
-                names = ", ".join(member.id for member in left)
-                raise PeerTimeoutError(
-                    f"fenced, and not ended within {self._start_timeout_s:g} s: {names}"
-                )
+                names = ", ".join(f"{m.id} ({m.reason})" if m.reason else m.id for m in left)
+                raise PeerTimeoutError(f"{said.format(f'{self._start_timeout_s:g} s')}: {names}")
             time.sleep(_POLL_S)
 
     def _is_to_end(self, member: Member) -> bool:
