@@ -15,7 +15,7 @@
 #   experts-ep2 4 GPUs  30B-A3B from EP2 to TP2
 #
 # PACK is a folder with setup.sh and wheels/, as for run_hetjob.sh. OUT gets WHAT.json, WHAT.log and
-# the logs of engines as WHAT-engine-N.log. LIMIT: seconds for each.
+# the logs of engines as WHAT-engine-N.log. LIMIT: seconds for each; START: for the start of an engine.
 set -uo pipefail
 pack=$(cd "$1" && pwd)
 out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
@@ -27,7 +27,7 @@ source tests/gpu/unpack.sh
 # itself for experts over TP; such an engine was not up after three minutes.
 args=(attention_backend=triton sampling_backend=pytorch cuda_graph_backend_prefill=disabled
   enforce_disable_flashinfer_allreduce_fusion=true)
-engine=(--set engines.rollout.start_timeout_s=190)
+engine=(--set engines.rollout.start_timeout_s="${START:-190}")
 for arg in "${args[@]}"; do engine+=(--set "engines.rollout.args.$arg"); done
 graphs() { echo "--set engines.rollout.args.cuda_graph_bs_decode=[$1]"; }
 memory() { echo "--set engines.rollout.args.mem_fraction_static=$1"; }
