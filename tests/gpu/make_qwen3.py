@@ -1,8 +1,8 @@
-"""`make_qwen3.py FOLDER [SHAPE]`: a checkpoint of Qwen3's shape with random weights, and prompts.
+"""`make_qwen3.py FOLDER [SHAPE [LAYERS]]`: Qwen3's shape with random weights, and prompts.
 
-SHAPE is a name that `relax-hpc bench train` knows; qwen3-0.6b if left out. The tokenizer is the
-tiny one: its 320 ids are the first of the vocabulary, which is all that prompts need; the model
-answers with any of its ids.
+SHAPE is a name that `relax-hpc bench train` knows; qwen3-0.6b if left out. LAYERS: fewer than it
+has. The tokenizer is the tiny one: its 320 ids are the first of the vocabulary, which is all that
+prompts need; the model answers with any of its ids.
 """
 
 import sys
@@ -17,6 +17,8 @@ from relax_hpc.demo import arithmetic, checkpoint
 folder, shape = Path(sys.argv[1]), SHAPES[sys.argv[2] if len(sys.argv) > 2 else "qwen3-0.6b"]
 tokenizer = checkpoint.tokenizer()
 ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+if len(sys.argv) > 3:
+    shape = shape | {"num_hidden_layers": int(sys.argv[3])}
 config = AutoConfig.for_model(**(shape | ends | {"bos_token_id": None}))
 torch.manual_seed(0)
 with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

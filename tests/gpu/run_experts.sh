@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# run_experts.sh PACK [ARGUMENTS] - a few steps of jobs/qwen3-30b-a3b-dapo-math.toml's shape with random
+# run_experts.sh PACK [section.key=value...] - a few steps of jobs/qwen3-30b-a3b-dapo-math.toml's shape with random
 # weights and rewards, on a machine with four GPUs of 80 GB and 512 GiB, without Slurm and a network: two
 # engines (TP2) and the trainer (its experts on four ranks) in turn on all of them.
 #
-#   run_experts.sh PACK --set rollout.routed_experts=true      replayed; false: the router's own choice
+#   run_experts.sh PACK rollout.routed_experts=true      replayed; false: the router's own choice
 #
 # PACK is as for run_hetjob.sh; without setup.sh the interpreter has all. MODEL: folder for the model (61 GB),
-# which is taken if it is there. SHAPE tiny-moe: two ranks and engines, for a machine without GPUs. STEPS: 3 unless
-# given. OUT gets the run's events and logs, and figures.txt.
+# which is taken if it is there; LAYERS: of fewer than 48. SHAPE tiny-moe: two ranks and engines, for a machine
+# without GPUs. STEPS: 3 unless given. RESUME=1: the run is killed after its first checkpoint, of that step, and resumed
+# (305 GB, and as much for its copy; half the layers, half of that). OUT gets the run's events and logs, and figures.txt.
 set -euo pipefail
 pack=$(cd "$1" && pwd) shape=${SHAPE:-qwen3-30b-a3b}
 out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
@@ -35,10 +36,12 @@ if [ "$shape" = tiny-moe ]; then
     model.dtype=float32
     rollout.max_new_tokens=16 schedule.prompts_per_step=4)
 fi
-[ -d "$model/model" ] || python3 tests/gpu/make_qwen3.py "$model" "$shape"
+[ -d "$model/model" ] || python3 tests/gpu/make_qwen3.py "$model" "$shape" ${LAYERS:+"$LAYERS"}
 echo "ready after $SECONDS s"
-status=0
-python3 tests/gpu/few_steps.py jobs/qwen3-30b-a3b-dapo-math.toml "${STEPS:-3}" \
+status=0 run="$work/runs/experts" job=jobs/qwen3-30b-a3b-dapo-math.toml
+program=(tests/gpu/few_steps.py $job "${STEPS:-3}") every=100
+[ -z "${RESUME:-}" ] || { program=(tests/gpu/first_steps.py $job) && every=${STEPS:-3}; }
+python3 "${program[@]}" \
   name=experts run_root="$work/runs" model.path="$model/model" \
   prompts.train="$model/train.jsonl" eval.heldout.path="$model/heldout.jsonl" \
   eval.heldout.every=0 eval.heldout.num_prompts=8 reward.name=random \
@@ -47,9 +50,9 @@ python3 tests/gpu/few_steps.py jobs/qwen3-30b-a3b-dapo-math.toml "${STEPS:-3}" \
   actor.layout.tensor_parallel=1 actor.layout.context_parallel=1 \
   engines.rollout.resources.mem=400G actor.resources.mem=400G \
   engines.rollout.resources.cpus_per_task=8 actor.resources.cpus_per_task=8 \
-  actor.save_every=100 weights.checksum_every=1 launch.max_restarts=0 "${sizes[@]}" \
+  actor.save_every=$every weights.checksum_every=1 launch.max_restarts=0 "${sizes[@]}" \
   "${@:2}" | tee "$out/figures.txt" || status=$?
-run="$work/runs/experts"
+[ -z "${RESUME:-}" ] || python3 tests/gpu/run_figures.py "$run" | tee -a "$out/figures.txt" || true
 ((status == 0)) || tail -n 30 "$run"/logs/[ar]*.log | cut -c 1-220 || true
 tar -C "$run" -cJf "$out/run.tar.xz" events logs || true
 rm -rf "$work"
