@@ -157,7 +157,8 @@ class Documents:
     def _encode(self, row: Row) -> Masked:
         where, text = row.where, read_text(row, chat_template=self._sft.chat_template)
         if isinstance(text, Conversation):
-            return self._template(where).encode(where, text.messages, text.tools)
+            template = self._template(where)
+            return template.encode(where, text.messages, text.tools, last_only=text.last_only)
         given = self._tokenizer.encode(text.prompt)
         wanted = [*self._tokenizer.encode(text.completion, add_special_tokens=False), self._end]
         return Masked(given + wanted, [0] * len(given) + [1] * len(wanted))
@@ -187,6 +188,8 @@ class Conversation(NamedTuple):
 
     messages: list[Message]
     tools: list[Message] | None = None
+    last_only: bool = False
+    """Only the last turn is trained on."""
 
     @property
     def size(self) -> int:
@@ -217,16 +220,16 @@ def read_text(row: Row, *, chat_template: bool) -> Conversation | Pair:
         ConfigError: it is no document; names what is missing or wrong.
     """
     where, fields = row.where, row.fields
+    tools = fields.get("tools")
+    if not (tools is None or is_list_of_objects(tools)):
+        raise ConfigError(f"{where}: tools = {shown(tools)}: must be a list of objects")
     if "messages" in fields:
-        tools = fields.get("tools")
-        if not (tools is None or is_list_of_objects(tools)):
-            raise ConfigError(f"{where}: tools = {shown(tools)}: must be a list of objects")
         return Conversation(check_messages(where, fields["messages"]), tools)
     prompt, completion = _pair(where, fields)
     if chat_template:
         turn = {"role": "assistant", "content": completion}
         asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        return Conversation(check_messages(where, [*asked, turn]))
+        return Conversation(check_messages(where, [*asked, turn]), tools, last_only=True)
     if not isinstance(prompt, str):
         raise ConfigError(f"{where}: prompt is messages; set sft.chat_template = true")
     return Pair(prompt, completion)

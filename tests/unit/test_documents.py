@@ -46,6 +46,18 @@ def test_three_ways_to_write_a_document_give_the_same_tokens(tmp_path, tokens):
         np.testing.assert_array_equal(other.loss_mask, first.loss_mask)
 
 
+def test_turns_in_a_prompt_are_not_trained_on_and_tools_go_to_the_template(tmp_path, tokens):
+    turns = [{"role": r, "content": r[0]} for r in ("user", "assistant", "user")]
+    line = {"prompt": turns, "completion": "b", "tools": [{"name": "f"}]}
+    tokens = checkpoint.tokenizer(
+        chat_template="{%- for tool in tools %}{{- tool.name }}{%- endfor %}"
+        + checkpoint.CHAT_TEMPLATE
+    )
+    document = open_documents(tmp_path, tokens, [line]).document(0)
+    assert tokens.decode(document.token_ids[document.loss_mask == 1]) == "b<|im_end|>"
+    assert tokens.decode(document.token_ids).startswith("f<|im_start|>user")
+
+
 def test_without_a_template_the_completion_ends_with_the_end_of_sequence(tmp_path, tokens):
     line = {"prompt": "2+2=", "completion": "4"}
     document = open_documents(tmp_path, tokens, [line], chat_template=False).document(0)
