@@ -321,6 +321,31 @@ def test_an_update_that_is_not_finite_is_skipped_and_reported(ranks, reference, 
                               pool.call(worker.weights)[0]["model.norm.weight"])  # fmt: skip
 
 
+@pytest.mark.parametrize("rows", ["none", "masked"])
+def test_without_a_token_to_train_on_nothing_is_updated(ranks, reference, tmp_path, rows):
+    """Neither weights, which would decay, nor moments, nor Adam's count: as if it had not been."""
+    batch = {"rows": reference.rows, "advantages": reference.advantages}
+    given = [row._replace(loss_mask=np.zeros_like(row.loss_mask)) for row in reference.rows]
+    empty = {"rows": given if rows == "masked" else [], "advantages": reference.advantages}
+    if rows == "none":
+        empty["advantages"] = reference.advantages[:0]
+    found = []
+    for between in (False, True):
+        pool = open_layout(ranks, reference.folder, "dp2", optimizer={"weight_decay": 0.5})
+        pool.call(worker.train, **batch)
+        if between:
+            before = pool.call(worker.weights)[0]
+            for _ in range(4):  # as many in a row as would end a run if something was not finite
+                [metrics, _] = pool.call(worker.train, **empty)
+                assert (metrics["skipped"], metrics["grad_norm"]) == (1.0, 0.0)
+                assert pool.call(worker.skip) == [None, None]
+            after = pool.call(worker.weights)[0]
+            assert all(np.array_equal(before[name], after[name]) for name in before)
+        pool.call(worker.train, **batch)
+        found.append(pool.call(worker.weights)[0])
+    assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+
+
 def test_a_rank_without_trajectories_takes_part(ranks, reference):
     batch = {"rows": reference.rows[:1], "advantages": reference.advantages[:1]}
     alone = open_layout(ranks, reference.folder, "tp1").call(worker.train, **batch)[0]

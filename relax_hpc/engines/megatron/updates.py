@@ -148,6 +148,9 @@ class Updates:
     def apply(self, works: Sequence[Work]) -> Metrics:
         """Sums the gradient over ranks, divides it by their denominator and applies it.
 
+        Without a token to train on there is no gradient, and weights, moments and the count of
+        updates stay what they are.
+
         Args:
             works: all that was passed over; the one to blame is among them.
 
@@ -165,12 +168,14 @@ class Updates:
             engine_gap.settle(metrics, num_tokens)
             ratios.settle(metrics)
             metrics["loss"] *= max(num_tokens, 1) / denominator
-            if math.isfinite(metrics["loss"]):
+            if num_tokens == 0:
+                result = distributed_adam.Update(0.0, done=False)
+            elif math.isfinite(metrics["loss"]):
                 result = distributed_adam.update(self._optimizer, gradients, 1 / denominator)
                 reason = "the gradient is not finite"
         if result.done:
             self._skipped_in_a_row = 0
-        elif not result.has_overflowed:
+        elif num_tokens and not result.has_overflowed:
             self._skipped_in_a_row += 1
             self.skip = nonfinite.explain(works, reason, self._skipped_in_a_row)
         if scale := distributed_adam.loss_scale(self._optimizer):

@@ -120,6 +120,9 @@ class Rank0:
 
     def end_step(self, step: int, fields: dict[str, Any], timers: Timers) -> None:
         """Logs the step."""
+        if not self._batch["num_trained_tokens"]:
+            log.warning("step %d: no document has a token to train on: no update", step)
+            fields = {name: value for name, value in fields.items() if name != "loss"}
         seconds, eta_s = self._pace.end_step(step, self._config.num_steps)
         speed = {"time/step": seconds, "tokens_per_s": self._batch["num_tokens"] / seconds}
         fields = {**self._batch, **fields, **timers.seconds, **speed}
