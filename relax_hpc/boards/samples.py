@@ -3,8 +3,9 @@
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.errors import RelaxError
@@ -55,7 +56,7 @@ class Samples:
 
     def _is_shown(self, event: Event) -> bool:
         """Whether it is the first task's share of an evaluation, told for the first time."""
-        if event["event"] != "eval" or event["rank"] or not event["num_samples"]:
+        if event["event"] != "eval" or event["rank"] or not _count(event):
             return False
         evaluation = event["name"], event["when"], event["number"]
         is_new = evaluation not in self._seen
@@ -71,7 +72,7 @@ class Samples:
         except FileNotFoundError:
             return None
         said = [
-            f"prompt {row['prompt']}, sample {row['sample']}: score {row['score']:.4g}, "
+            f"prompt {row['prompt']}, sample {row['sample']}: {_score(row)}, "
             f"{row['finish']}, {row['num_tokens']} tokens\n{_shortened(' ... '.join(row['texts']))}"
             for row in rows
         ]
@@ -89,6 +90,14 @@ class Samples:
     @cached_property
     def _sight(self) -> Sight:
         return Sight(self._paths.root)
+
+
+def _count(event: Event) -> int:
+    return int(event["num_samples"]) + int(event.get("num_masked", 0))
+
+
+def _score(row: Mapping[str, Any]) -> str:
+    return "no score" if row["score"] is None else f"score {row['score']:.4g}"
 
 
 def _prompt_and_response(row: Row) -> str:

@@ -36,7 +36,8 @@ class RewardConfig(Section):
     """Memory of a process that scores; it is replaced when it keeps half of that."""
     on_error: Literal["zero", "mask"] = "zero"
     """Meaning of a reward that failed. zero: 0, or the least that a built-in reward gives. mask:
-    there is none, so the response is neither compared with its siblings nor trained on."""
+    there is none, so the response is neither compared with its siblings nor trained on, and in no
+    held-out figure."""
     most_errors: Annotated[Number, Field(ge=0, le=1)] = 0.05
     """Part of the newest 500 rewards that may fail; when more do, the run ends and names them."""
     solved_at: Number = 1.0

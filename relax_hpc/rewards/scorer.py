@@ -53,7 +53,7 @@ class Scorer:
         self._spare: asyncio.Task[Worker] | None = None
         self._background = set[asyncio.Task[Any]]()
         self._one_alone = asyncio.Lock()
-        self._report = _Report(events)
+        self._reports = [_Report(events, heldout=heldout) for heldout in (False, True)]
 
     async def __aenter__(self) -> Self:
         self._terms = registry.terms_of(self._config)
@@ -78,22 +78,23 @@ class Scorer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(worker.end() for worker in self._workers))
-        self._report.send(last=True)
+        for report in self._reports:
+            report.send(last=True)
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers that there are now."""
         return [worker.pid for worker in self._workers]
 
-    async def score(self, group: Sequence[Sample]) -> list[Score]:
-        """Scores the siblings of a prompt.
+    async def score(self, group: Sequence[Sample], *, heldout: bool = False) -> list[Score]:
+        """Scores the siblings of a prompt; errors of held-out ones are counted by themselves.
 
         Who is cancelled leaves the worker to finish what it has begun, for nobody.
         """
         if not group:
             return []
         scores = await asyncio.shield(self._in_background(self._score(group)))
-        self._report.add(scores)
+        self._reports[heldout].add(scores)
         # Here, since who ended a process does not say which of its terms did so.
         return [
             each if each.error is None else replace(each, value=self._if_failed) for each in scores
@@ -220,8 +221,8 @@ class Scorer:
 class _Report:
     """Counts errors, and says so now and then."""
 
-    def __init__(self, events: EventWriter | None) -> None:
-        self._events, self._said_at = events, -SAY_EVERY_S
+    def __init__(self, events: EventWriter | None, *, heldout: bool) -> None:
+        self._events, self._heldout, self._said_at = events, heldout, -SAY_EVERY_S
         self._samples = self._errors = 0
         self._first, self._has_said = "", False
 
@@ -243,11 +244,16 @@ class _Report:
         self._has_said = True
         if self._errors:
             log.warning(
-                "%d of %d rewards failed; the first: %s", self._errors, self._samples, self._first
+                "%d of %d %s failed; the first: %s",
+                self._errors,
+                self._samples,
+                "held-out rewards" if self._heldout else "rewards",
+                self._first,
             )
         if self._events:
             self._events.emit(
                 "reward_errors",
+                heldout=self._heldout,
                 num_samples=self._samples,
                 num_errors=self._errors,
                 first=self._first,

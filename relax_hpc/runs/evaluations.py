@@ -37,6 +37,10 @@ class Evaluation(NamedTuple):
     """Newest policy that did."""
     missing_tasks: int
     """Tasks that said their scores, and whose samples are not there (yet)."""
+    reward_errors: int
+    """Samples whose reward failed."""
+    masked: int
+    """Those of them that are in no figure, with reward.on_error = "mask"."""
     all: Statistics
     """Figures of the whole set."""
     subsets: dict[str, Statistics]
@@ -70,7 +74,7 @@ def collect(
         and (evaluation := _evaluation(paths, each, when, events, ks, right)) is not None
     ]
     if not found:
-        raise ConfigError(f"{run_dir}: keeps no samples of an evaluation (yet)")
+        raise ConfigError(f"{run_dir}: keeps no samples of an evaluation that have a score (yet)")
     return sorted(found, key=lambda e: (e.name, e.version, WHENS.index(e.when)))
 
 
@@ -133,10 +137,11 @@ def _evaluation(
     files = {
         rank: paths.eval_rows(name, event["version"], when, event["number"], rank)
         for rank, event in tasks.items()
-        if event["num_samples"]
+        if event["num_samples"] + event.get("num_masked", 0)
     }
     there = {rank: path for rank, path in files.items() if path.exists()}
-    samples = [sample for path in there.values() for sample in _read(path)]
+    rows = [row for path in there.values() for row in _read(path)]
+    samples = [row.sample for row in rows if row.sample is not None]
     if not samples:
         return None
     sources = by_source(samples)
@@ -149,6 +154,8 @@ def _evaluation(
             version=min(versions, default=-1),
             version_max=max(tasks[rank]["version_max"] for rank in there),
             missing_tasks=len(files) - len(there),
+            reward_errors=sum(row.failed for row in rows),
+            masked=len(rows) - len(samples),
             all=statistics(samples, ks, right=right),
             subsets={source: statistics(each, ks, right=right) for source, each in sources.items()}
             if len(sources) > 1
@@ -158,17 +165,25 @@ def _evaluation(
         raise ConfigError(f"{name}, {when}: {error}") from None
 
 
-def _read(path: Path) -> list[Sample]:
-    samples = []
+class _Row(NamedTuple):
+    sample: Sample | None
+    """None of one without a score."""
+    failed: bool
+
+
+def _read(path: Path) -> list[_Row]:
+    rows = []
     for number_of_line, line in enumerate(path.read_text().splitlines(), start=1):
         try:
-            samples.append(_sample(json.loads(line)))
+            row = json.loads(line)
+            found = None if row["score"] is None else _sample(row)
+            rows.append(_Row(found, bool(row.get("failed", False))))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{path}, line {number_of_line}: is no sample of an evaluation ({error!r}); "
                 "remove the file to leave this task's samples out"
             ) from None
-    return samples
+    return rows
 
 
 def _sample(row: dict[str, Any]) -> Sample:
@@ -213,6 +228,11 @@ def _remarks(evaluations: Sequence[Evaluation]) -> list[str]:
     missing = sum(evaluation.missing_tasks for evaluation in evaluations)
     draws = max(d for e in evaluations for d in [0.0, *e.all.majority_draws.values()])
     lines = [f"  tasks whose samples are missing: {missing}"] if missing else []
+    for each in evaluations:
+        if each.reward_errors:
+            masked = f", {each.masked} of them in no figure" if each.masked else ""
+            which = f"{each.when}, policy {_policy(each)}"
+            lines.append(f"  rewards that failed, {which}: {each.reward_errors}{masked}")
     return [*lines, f"  maj@k by draws, which add ± {draws:.4f} at most"] if draws else lines
 
 

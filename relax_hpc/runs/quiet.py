@@ -82,7 +82,7 @@ def _heldout(
         return
     for name, held in config.eval.items():
         shares = {
-            event["rank"]: event["num_samples"]
+            event["rank"]: event["num_samples"] + event.get("num_masked", 0)
             for event in events
             if event["event"] == "eval" and (event["name"], event["when"]) == (name, when)
         }

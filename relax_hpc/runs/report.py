@@ -119,7 +119,8 @@ def _of_rl(done: dict[str, Any]) -> list[tuple[str, str]]:
         *([("data", f"{done['rows_left_out']} rows left out, see left_out.jsonl")]
           if done.get("rows_left_out") else []),
         *([("reference", f"{done['scored']} trajectories scored")] if done.get("scored") else []),
-        *_reward_errors(done.get("reward_errors")),
+        *_reward_errors(done.get("reward_errors"), ""),
+        *_reward_errors(done.get("heldout_reward_errors"), " held-out"),
         ("staleness", f"{done['max_staleness_seen']} at most"),
         ("weights", ", ".join(f"{who} v{v}" for who, v in done["weight_versions"].items())),
         ("checksums", {True: "equal", False: "DIFFER", None: "not compared yet"}[
@@ -132,10 +133,10 @@ def _speed(done: dict[str, Any]) -> list[tuple[str, str]]:
     return [] if speed is None else [("speed", f"{short(speed)} tokens/s")]
 
 
-def _reward_errors(count: dict[str, Any] | None) -> list[tuple[str, str]]:
+def _reward_errors(count: dict[str, Any] | None, which: str) -> list[tuple[str, str]]:
     if count is None:
         return []
-    said = f"{count['errors']} of {count['samples']} (first: {count['first']})"
+    said = f"{count['errors']} of {count['samples']}{which} (first: {count['first']})"
     return [("reward errors", said)]
 
 

@@ -67,7 +67,8 @@ def summed_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> di
         "weight_versions": _weight_versions(events),
         "checksums_equal": _checksums_equal(events),
         "last_reward": last.get("reward/mean") if last else None,
-        "reward_errors": _reward_errors(events),
+        "reward_errors": _reward_errors(events, heldout=False),
+        "heldout_reward_errors": _reward_errors(events, heldout=True),
     }
 
 
@@ -185,9 +186,10 @@ def _heldout(events: Sequence[Event]) -> dict[str, Any]:
     }
 
 
-def _reward_errors(events: Sequence[Event]) -> dict[str, Any] | None:
-    """Counts rewards that failed; None if none did."""
-    said = [event for event in events if event["event"] == "reward_errors"]
+def _reward_errors(events: Sequence[Event], *, heldout: bool) -> dict[str, Any] | None:
+    """Counts rewards that failed, of held-out prompts or the others; None if none did."""
+    every = [event for event in events if event["event"] == "reward_errors"]
+    said = [event for event in every if event.get("heldout", False) == heldout]
     if not said:
         return None
     return {

@@ -140,6 +140,7 @@ EVENTS: dict[str, EventKind] = {
         "rollout",
         "rewards failed: they are 0, or masked",
         {
+            "heldout": "whether they are of held-out prompts, which nothing is trained on",
             "num_samples": "scored since the last such event",
             "num_errors": "those of them that failed",
             "first": "why the first did",
@@ -156,7 +157,8 @@ EVENTS: dict[str, EventKind] = {
             "version": "oldest policy that sampled a token; -1 if none was sampled",
             "version_max": "newest policy that did",
             "correct": "sum of the scores",
-            "num_samples": "",
+            "num_samples": "with a score",
+            "num_masked": "without: their reward failed, with reward.on_error = mask",
         },
         {"correct": "eval/<name>/reward"},
     ),

@@ -54,6 +54,24 @@ def made(tmp_path):
     return made
 
 
+def test_samples_without_a_score_are_in_no_figure_and_are_counted(made):
+    rows = [
+        Row(0, n, score, {}, 30, 30, "stop", 3, [boxed("7")], "", failed)
+        for n, (score, failed) in enumerate([(1.0, False), (None, True), (0.0, True), (1.0, False)])
+    ]
+    share = Share.of(rows)
+    assert (share.correct, share.num_samples, share.num_masked) == (2.0, 3, 1)
+    with EventWriter(made.paths.events("rollout", 0), "rollout", 0) as events:
+        events.emit("eval", headline=True, **AFTER._asdict(), **share._asdict())
+    Board(made.paths, 0, 2).add(AFTER, share, rows)
+    after = evaluations.collect(made.root)[-1]
+    assert (after.all.num_samples, after.reward_errors, after.masked) == (3, 2, 1)
+    assert after.all.mean.value == pytest.approx(2 / 3)
+    said = evaluations.text([after])
+    assert "  rewards that failed, after, policy 30: 2, 1 of them in no figure" in said
+    assert json.loads(evaluations.to_json([after]))[0]["masked"] == 1
+
+
 def test_shares_of_tasks_are_one_evaluation_though_their_policies_differ(made):
     before, during = evaluations.collect(made.root)
     assert (before.when, before.version, before.version_max) == ("before", 0, 0)

@@ -54,6 +54,18 @@ def test_a_task_that_is_ahead_of_the_others_keeps_its_shares_of_each_evaluation(
     assert said(caplog) == ["held-out during, policy 20: 0.750 (h)"]
 
 
+def test_samples_without_a_score_are_left_out_and_counted(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    boards = [Board(RunPaths(tmp_path), rank, 2) for rank in range(2)]
+    boards[0].add(Due("h", "before", 0), Share(0, 0, 1.0, 1, 3), [])
+    boards[1].add(Due("h", "before", 0), Share(0, 0, 1.0, 3, 0), [])
+    assert said(caplog) == ["held-out before, policy 0: 0.500 (h, 3 left out whose reward failed)"]
+    alone = Board(RunPaths(tmp_path / "alone"), 0, 1)
+    alone.add(Due("h", "before", 0), Share(0, 0, 0.0, 0, 2), [])
+    [line] = said(caplog)
+    assert line == "held-out before, policy 0: no score (h, 2 left out whose reward failed)"
+
+
 def test_a_task_alone_says_its_own(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     Board(RunPaths(tmp_path), 0, 1).add(Due("h", "before", 0), share(0, 1.0, 2), [])
@@ -130,7 +142,7 @@ def test_every_sample_is_kept_in_a_file_of_the_evaluation_for_the_runs_owner(tmp
     assert found[1] == {
         "prompt": 0, "sample": 1, "score": 1.0, "parts": {"boxed_number": 1.0}, "version": 8,
         "version_max": 8, "finish": "stop", "num_tokens": 3, "texts": ["75"],
-        "source": "algebra",
+        "source": "algebra", "failed": False,
     }  # fmt: skip
     assert Share.of(rows) == Share(7, 8, 1.0, 4)
 
@@ -168,7 +180,8 @@ def text(tmp_path):
                 else:
                     events.emit("heldout", step=step, loss=value)
             for errors, samples, first in failed:
-                events.emit("reward_errors", num_errors=errors, num_samples=samples, first=first)
+                fields = {"num_errors": errors, "num_samples": samples, "first": first}
+                events.emit("reward_errors", heldout=first.startswith("held-out"), **fields)
         found = summary.write(paths.root)
         run = status.RunStatus(
             **{name: None for name in status.RunStatus.__dataclass_fields__}
@@ -193,6 +206,11 @@ def test_status_counts_rewards_that_failed_and_says_why_the_first_did(text):
     said = text("rl", 5, {}, failed=[(2, 100, "a bug"), (1, 50, "another"), (0, 300, "")])
     assert "  reward errors 3 of 450 (first: a bug)\n" in said
     assert "reward errors" not in text("rl", 5, {})
+    told = text("rl", 5, {}, failed=[(2, 100, "a bug"), (7, 8, "held-out bug")])
+    assert [" ".join(line.split()) for line in told.splitlines() if "errors" in line] == [
+        "reward errors 2 of 100 (first: a bug)",
+        "reward errors 7 of 8 held-out (first: held-out bug)",
+    ]
 
 
 @pytest.mark.parametrize("kind", RUNS)

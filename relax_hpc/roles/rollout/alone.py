@@ -89,7 +89,7 @@ async def _evaluate(
     events: EventWriter,
 ) -> None:
     async with sampling(config, paths, own, sources, events) as (_, episodes):
-        made = episodes(prompt_check.limits_of(config).sampled)
+        made = episodes(prompt_check.limits_of(config).sampled, heldout=True)
         evaluator = evaluator_of(config, paths, Task(0, 1), sources, made, events, shards.add)
         try:
             evaluator.consider(0, trained=0)

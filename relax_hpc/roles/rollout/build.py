@@ -2,9 +2,11 @@
 
 import asyncio
 import resource
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from typing import Protocol
 
 from relax_hpc import heartbeat
 from relax_hpc.algorithms.groups import Refill
@@ -109,7 +111,10 @@ async def _loop(
     async with sampling(config, paths, own, sources, events) as (sampler, episodes):
         limits = prompt_check.limits_of(config)
         group = Grouper(
-            config, sources.train, episodes(limits.trained), retirement_of(config, paths)
+            config,
+            sources.train,
+            episodes(limits.trained, heldout=False),
+            retirement_of(config, paths),
         )
         unfinished = Unfinished(config, sources.train, group, producer, events)
         await rollout.run(
@@ -117,7 +122,9 @@ async def _loop(
             task,
             sampler,
             group,
-            evaluator_of(config, paths, task, sources, episodes(limits.sampled), events),
+            evaluator_of(
+                config, paths, task, sources, episodes(limits.sampled, heldout=True), events
+            ),
             producer,
             CreditTail(paths.bus, every_s=credits_every_s(config)),
             events,
@@ -130,10 +137,21 @@ def credits_every_s(config: RunConfig) -> float:
     return REFILLED_EVERY_S if isinstance(config.algorithm.groups, Refill) else CREDITS_EVERY_S
 
 
+class MakeEpisodes(Protocol):
+    """Makes what runs episodes of one kind."""
+
+    def __call__(self, max_tokens: int, *, heldout: bool) -> Episodes:
+        """Args:
+        max_tokens: as long as a conversation may become.
+        heldout: nothing is trained on them.
+        """
+        ...
+
+
 @asynccontextmanager
 async def sampling(
     config: RunConfig, paths: RunPaths, own: Sequence[str], sources: Sources, events: EventWriter
-) -> AsyncIterator[tuple[PoolClient, Callable[[int], Episodes]]]:
+) -> AsyncIterator[tuple[PoolClient, MakeEpisodes]]:
     """Engines to be asked, the job's reward, and what runs episodes with both.
 
     Args:
@@ -144,7 +162,7 @@ async def sampling(
         events: get loads of engines and errors of rewards.
 
     Yields:
-        The engines, and a function of the length that a conversation may have.
+        The engines, and what makes episodes.
     """
     tokenizer = sources.train.tokenizer
     environment = environments.make(config.rollout.environment)
@@ -162,9 +180,9 @@ async def sampling(
             made = MediaWorkers(recipe, settings.workers, store=settings.store)
             workers = await opened.enter_async_context(made)
 
-        def episodes(max_tokens: int) -> Episodes:
+        def episodes(max_tokens: int, *, heldout: bool) -> Episodes:
             return Episodes(
-                config, environment, sampler, conversation, scorer.score,
+                config, environment, sampler, conversation, partial(scorer.score, heldout=heldout),
                 max_tokens=max_tokens, workers=workers, media_tokens=sources.train.media_tokens,
             )  # fmt: skip
 

@@ -174,7 +174,8 @@ class Evaluator:
         how, group = self._episodes.how_heldout(settings), (due, prompt.index)
         episodes = await self._episodes.run(prompt, records, how, group, seeds)
         self._also(due.name, prompt, seeds, episodes)
+        masks = self._config.reward.on_error == "mask"
         return [
-            Row.of(prompt, sample, episode, self._episodes.texts(episode))
+            Row.of(prompt, sample, episode, self._episodes.texts(episode), masks_errors=masks)
             for sample, episode in zip(samples, episodes, strict=True)
         ]

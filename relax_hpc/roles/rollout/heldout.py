@@ -42,7 +42,8 @@ class Row(NamedTuple):
     """Line of the file, 0-based, blank lines not counted."""
     sample: int
     """0..n-1 among those of the prompt."""
-    score: float
+    score: float | None
+    """None where the reward failed, and the job masks that."""
     parts: Mapping[str, float]
     """Parts of the score, by name."""
     version: int
@@ -56,16 +57,21 @@ class Row(NamedTuple):
     """Texts that the policy said, call by call."""
     source: str = ""
     """Subset of the set that the prompt is from."""
+    failed: bool = False
+    """Its reward failed."""
 
     @classmethod
-    def of(cls, prompt: Prompt, sample: int, episode: Episode, texts: list[str]) -> Self:
+    def of(
+        cls, prompt: Prompt, sample: int, episode: Episode, texts: list[str], *, masks_errors: bool
+    ) -> Self:
+        failed = episode.score.error is not None
         calls = episode.record.calls
         versions = [version for call in calls for _, version in call.draft.version_runs]
         last = calls[-1].finish if calls else None
         return cls(
             prompt=prompt.index,
             sample=sample,
-            score=episode.score.value,
+            score=None if failed and masks_errors else episode.score.value,
             parts=dict(episode.score.parts),
             version=min(versions, default=-1),
             version_max=max(versions, default=-1),
@@ -73,6 +79,7 @@ class Row(NamedTuple):
             num_tokens=sum(len(call.draft.token_ids) for call in calls),
             texts=texts,
             source=prompt.source,
+            failed=failed,
         )
 
 
@@ -86,14 +93,19 @@ class Share(NamedTuple):
     correct: float
     """Sum of the scores."""
     num_samples: int
+    """Samples with a score."""
+    num_masked: int = 0
+    """Samples without: their reward failed."""
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Self:
+        scores = [row.score for row in rows if row.score is not None]
         return cls(
             min((row.version for row in rows if row.version >= 0), default=-1),
             max((row.version_max for row in rows), default=-1),
-            sum(row.score for row in rows),
-            len(rows),
+            sum(scores),
+            len(scores),
+            len(rows) - len(scores),
         )
 
 
@@ -214,5 +226,8 @@ def _line(due: Due, shares: list[Share]) -> str:
     oldest, newest = min(ends, default=-1), max(ends, default=-1)
     policy = f"policy {oldest}" if oldest == newest else f"policies {oldest} to {newest}"
     num_samples = sum(share.num_samples for share in shares)
+    masked = sum(share.num_masked for share in shares)
     mean = sum(share.correct for share in shares) / max(num_samples, 1)
-    return f"held-out {due.when}, {policy}: {mean:.3f} ({due.name})"
+    said = f"{mean:.3f}" if num_samples or not masked else "no score"
+    left_out = f", {masked} left out whose reward failed" if masked else ""
+    return f"held-out {due.when}, {policy}: {said} ({due.name}{left_out})"

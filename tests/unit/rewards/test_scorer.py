@@ -342,3 +342,19 @@ def test_errors_are_counted_in_events_with_all_that_was_scored_since(responses, 
     if expected:
         assert found[0]["first"].startswith("ZeroDivisionError: division by zero (hostile.py:")
         assert found[0]["num_samples"] == 1, "the first is said at once"
+
+
+def test_errors_of_held_out_prompts_are_counted_by_themselves(caplog):
+    events = Events()
+
+    async def score():
+        async with Scorer(reward("by_order", workers=1), events) as scorer:
+            for response, heldout in (("raise", True), ("raise", False), ("ab", True)):
+                await scorer.score([Sample(response)], heldout=heldout)
+
+    asyncio.run(score())
+    found = [fields for event, fields in events.all if event == "reward_errors"]
+    counts = [(each["heldout"], each["num_errors"], each["num_samples"]) for each in found]
+    assert sorted(counts) == [(False, 1, 1), (True, 0, 1), (True, 1, 1)]
+    assert "1 of 1 held-out rewards failed; the first: ZeroDivisionError" in caplog.text
+    assert "1 of 1 rewards failed; the first: ZeroDivisionError" in caplog.text

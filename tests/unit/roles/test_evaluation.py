@@ -12,6 +12,7 @@ from relax_hpc.bus.credits import Credit
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.source import Prompt
+from relax_hpc.rewards.contract import Score
 from relax_hpc.roles.rollout.evaluation import Evaluator
 from relax_hpc.roles.rollout.heldout import Board as RealBoard
 from relax_hpc.roles.rollout.heldout import Due
@@ -41,16 +42,18 @@ def right(response, prompt):
 class Made:
     """An evaluator of five prompts and what stands around it."""
 
-    def __init__(self, *, rank=0, size=1, sets=("heldout",), board=None, schedule=None, **settings):
+    def __init__(self, *, rank=0, size=1, sets=("heldout",), board=None, schedule=None,
+                 score=None, on_error="zero", **settings):  # fmt: skip
         self.journal, self.events, self.board = Journal(), Events(), board or Board()
         self.sampler = Greedy(self.journal)
         prompts = [Prompt(index=i, token_ids=[i], answer=str(i), source=f"s{i}") for i in range(5)]
         each_own = sets if isinstance(sets, dict) else {name: {} for name in sets}
         tables = {name: {"path": "p"} | settings | own for name, own in each_own.items()}
         pace = {f"schedule__{key}": value for key, value in (schedule or {}).items()}
-        made = config(eval=tables, engines__rollout__max_running_requests=8, **pace)
+        made = config(eval=tables, engines__rollout__max_running_requests=8,
+                      reward__on_error=on_error, **pace)  # fmt: skip
         shares = {name: prompts[rank::size] for name in sets}
-        each = episodes(made, self.sampler, right)
+        each = episodes(made, self.sampler, score or right)
         self.evaluator = Evaluator(made, shares, each, self.events, self.board)
 
     async def visit(self, version, trained):
@@ -82,13 +85,31 @@ def test_a_task_evaluates_its_own_share_of_the_held_out_prompts_greedily():
     assert made.events.of("eval") == [
         {
             "name": "heldout", "headline": True, "when": "before", "number": 0, "version": 0,
-            "version_max": 0, "correct": 2.0, "num_samples": 2,
+            "version_max": 0, "correct": 2.0, "num_samples": 2, "num_masked": 0,
         }
     ]  # fmt: skip
     made = evaluate([(0, 0)], rank=0, size=2, every=0)
     assert [given for given, _ in made.journal] == [[0], [2], [4]]
     [event] = made.events.of("eval")
     assert (event["correct"], event["num_samples"]) == (1.0, 3)
+
+
+@pytest.mark.parametrize(("on_error", "score"), [("mask", None), ("zero", -1.0)])
+def test_a_reward_that_failed_is_in_no_mean_if_it_is_masked(on_error, score):
+    """Of prompt 1 it fails, and would count -1."""
+
+    def failing(response, prompt):
+        if response[0] == 1:
+            return Score(-1.0, error="a bug")
+        return right(response, prompt)
+
+    made = evaluate([(0, 0)], every=0, score=failing, on_error=on_error)
+    [event] = made.events.of("eval")
+    found = event["correct"], event["num_samples"], event["num_masked"]
+    assert found == ((2.0, 4, 1) if on_error == "mask" else (1.0, 5, 0))
+    [(_, _, rows)] = made.board.added
+    assert [row.score for row in rows] == [0, score, 0, 1, 1]
+    assert [row.failed for row in rows] == [False, True, False, False, False]
 
 
 def test_a_policy_is_evaluated_when_a_multiple_has_been_passed_since_the_last():
