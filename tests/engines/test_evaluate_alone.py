@@ -64,7 +64,17 @@ def rows_of(run_dir, name):
 
 def assert_ended(run_dir):
     for engine in [e for e in read_events(run_dir / "events") if e["event"] == "engine"]:
-        assert not psutil.pid_exists(engine["engine_pid"])
+        deadline = time.monotonic() + 10  # that of a task that was killed is ended by the kernel
+        while is_alive(engine["engine_pid"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def is_alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_model_is_scored_on_two_sets_and_all_can_be_read_again(place):
@@ -99,8 +109,10 @@ SLOW = ("--key=engines.rollout.max_running_requests=3", "--key=rollout.max_new_t
 """A group at a time, and many tokens."""
 
 
-def test_one_that_is_interrupted_ends_its_engine_and_is_completed_by_the_same_command(place):
-    command = arguments(place, "slow", *SLOW, prompts=["easy"])
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_one_that_is_interrupted_ends_its_engine_and_is_completed_by_the_same_command(place, end):
+    """Killed, it says at the end that what it had for a shard is not on the bus."""
+    command = arguments(place, f"slow-{end.name}", *SLOW, prompts=["easy"])
     program = Path(sys.executable).with_name("relax-hpc")
     process = subprocess.Popen(
         [program, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -108,13 +120,13 @@ def test_one_that_is_interrupted_ends_its_engine_and_is_completed_by_the_same_co
         # Who runs tests in the background of a script ignores Ctrl-C, and so would this one.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    run_dir = place / "runs" / "slow"
+    run_dir = place / "runs" / f"slow-{end.name}"
     part = run_dir / "eval" / "easy" / "before-0.0.part"
     deadline = time.monotonic() + 120
     while not (part.exists() and len(part.read_text().splitlines()) > 1):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, end)
     process.communicate(timeout=30)
     assert process.returncode not in (0, 1) and part.exists()
     assert_ended(run_dir)
@@ -125,3 +137,8 @@ def test_one_that_is_interrupted_ends_its_engine_and_is_completed_by_the_same_co
     assert len({(row["prompt"], row["sample"]) for row in rows}) == len(rows) == PROMPTS * SAMPLES
     assert all(row in rows for row in kept)
     assert_ended(run_dir)
+    shards = [e for e in read_events(run_dir / "events") if e["event"] == "shard"]
+    missing = len(kept) // SAMPLES if end is signal.SIGKILL else 0
+    assert sum(e["num_trajectories"] for e in shards) == (PROMPTS - missing) * SAMPLES
+    said = "".join(path.read_text() for path in (run_dir / "logs").glob("*") if path.is_file())
+    assert (f"{missing} prompts are scored and not among" in said) == (missing > 0)

@@ -1,6 +1,7 @@
 """Evaluation of a model without a trainer: the rollout task's own parts, in this one process."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -28,6 +29,8 @@ from relax_hpc.roles.rollout.prompt_check import Files, Sources
 from relax_hpc.roles.training.check import check_weights
 from relax_hpc.schema import PromptGroup
 from relax_hpc.telemetry.events import EventWriter
+
+log = logging.getLogger(__name__)
 
 
 def read(config: RunConfig, say: Say) -> Sources:
@@ -73,6 +76,13 @@ def main(
         with Producer(paths.bus, config.producers[0], origin) as producer:
             shards = Shards(config, sources, producer, events)
             asyncio.run(while_kept(hosts, _evaluate(config, paths, own, sources, shards, events)))
+            if missing := shards.num_missing():
+                log.warning(
+                    "%d prompts are scored and not among the trajectories that relax-hpc view "
+                    "shows: an earlier start was killed with them; their samples are in %s",
+                    missing,
+                    paths.root / "eval",
+                )
 
 
 def _hostings(config: RunConfig, context: TaskContext, name: str) -> list[Hosting]:
@@ -105,6 +115,10 @@ class Shards:
         self, config: RunConfig, sources: Sources, producer: Producer, events: EventWriter
     ) -> None:
         self._most, self._producer, self._events = config.rollout.groups_per_shard, producer, events
+        self._prompts = {
+            name: min(settings.num_prompts, len(sources.heldout[name]))
+            for name, settings in config.eval.items()
+        }
         sizes = [source.num_rows for source in sources.heldout.values()]
         self._first = dict(zip(sources.heldout, accumulate(sizes, initial=0), strict=False))
         self._ready: list[PromptGroup] = []
@@ -124,6 +138,14 @@ class Shards:
         self._ready.append(PromptGroup(guid, rows, [episode.metrics for episode in episodes]))
         if len(self._ready) >= self._most:
             self.send()
+
+    def num_missing(self) -> int:
+        """Counts prompts that no start has published, once all are scored.
+
+        A task that is killed keeps their samples, which are not asked for again, and loses what it
+        has gathered for a shard.
+        """
+        return sum(self._prompts.values()) - len(self._producer.committed)
 
     def send(self) -> None:
         """Publishes what there is."""
