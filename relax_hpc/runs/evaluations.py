@@ -40,7 +40,7 @@ class Evaluation(NamedTuple):
     reward_errors: int
     """Samples whose reward failed."""
     masked: int
-    """Those of them that are in no figure, with reward.on_error = "mask"."""
+    """Failed ones that are in no figure, with reward.on_error = "mask"."""
     all: Statistics
     """Figures of the whole set."""
     subsets: dict[str, Statistics]
