@@ -46,8 +46,8 @@ class MediaConfig(Section):
     decodes again and compares. canonical: the pixels or the spectrum themselves, about ten times
     the bytes, for nodes whose decoders differ."""
     workers: Positive | None = None
-    """Processes of a rollout task that decode media. If it is not set, one for each core, and 8 at
-    most."""
+    """Processes of a rollout task that read and decode media. If it is not set, one for each core,
+    and 8 at most."""
     folder: UserPath | None = None
     """Folder that paths of media count from, and may not leave. If it is not set, they count from
     the folder of the data file."""

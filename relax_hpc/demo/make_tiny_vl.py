@@ -15,6 +15,7 @@ from relax_hpc.demo.warm_start import Example, Image, Sound, warm_start
 from relax_hpc.errors import ConfigError
 from relax_hpc.media.canonical import canonical
 from relax_hpc.media.recipe import read_recipe
+from relax_hpc.prompts.media_tokens import MediaTokens
 from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.source import PromptSource
 from relax_hpc.records import read_json, write_json
@@ -100,7 +101,7 @@ def _examples(
     assert recipe is not None, "the tiny model sees"
     source = PromptSource(
         Records(settings.mixture, settings), tokens, shuffle_seed=None, settings=settings,
-        recipe=recipe,
+        media=MediaTokens(recipe, tokens),
     )  # fmt: skip
     made = []
     for prompt in map(source.prompt, range(len(source))[:most]):

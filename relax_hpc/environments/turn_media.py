@@ -71,7 +71,7 @@ class TurnMedia:
         self._tokens.check_text(f"{where}, a message of the environment", messages)
         sources = added_by(where, messages, self._settings)
         self._tokens.check_taken(sources)
-        media = self._tokens.measured(sources)
+        media = await self._tokens.headers(sources)
         found = self._tokens.expand(where, text, media)
         if not media:
             return before.going_on(found.token_ids)

@@ -1,21 +1,24 @@
-"""Processes that make media canonical, so that the loop that feeds the engines does not wait."""
+"""Processes that read and decode media, so that the loop that feeds the engines does not wait, and
+no decoder takes it along."""
 
 import asyncio
 import multiprocessing
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from relax_hpc.config.media import Store
 from relax_hpc.errors import ConfigError
-from relax_hpc.media.canonical import Measured, canonical
+from relax_hpc.media.canonical import Measured, canonical, measured_all
 from relax_hpc.media.expand import Span
 from relax_hpc.media.recipe import Recipe
+from relax_hpc.media.source import Source
 from relax_hpc.media.spool import Spool, Spooled, View, opened_spool, write
 from relax_hpc.media.stored import stored, stored_as_array
 from relax_hpc.parentage import end_with
@@ -24,13 +27,102 @@ from relax_hpc.schema import Medium
 MOST_WORKERS = 8
 """Processes of a task, if the job does not say how many."""
 LONGEST_S = 1800.0
-"""Time that a medium may take to be decoded: who has none, waits for ever."""
+"""Time that a medium may take to be read or decoded: who has none, waits for ever."""
 DEADLY = (
     f"ends the process that decodes it, or keeps it for more than {LONGEST_S:g} s; replace it, or "
     "remove the line"
 )
 """Remark on a medium that does."""
+_TRIES = 2
+"""Who ends its process may have been ended by another, e.g. for want of memory."""
 _Task = asyncio.Task[tuple[Medium, Spooled]]
+T = TypeVar("T")
+
+
+class Decoders:
+    """Processes in which the decoders of others run. A medium that ends its process, or keeps it
+    for too long, is refused by name, and no other with it.
+
+    Each thread has a process of its own, so that there is no doubt which medium ended it. They are
+    started when media come, and end with the block or with this process.
+    """
+
+    def __init__(self, size: int | None = None) -> None:
+        """Starts nothing.
+
+        Args:
+            size: processes; None is one for each core, eight at most.
+        """
+        size = size or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+        self._threads, self._own = ThreadPoolExecutor(size, "decoder"), threading.local()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def submit(self, source: Source, act: Callable[..., T], *given: object) -> Future[T]:
+        """Calls `act(*given)` in a process, once one is free.
+
+        Args:
+            source: the medium, which is refused if the process does not live to the end.
+            act: a function of a module.
+            given: to it.
+        """
+        return self._threads.submit(self._call, source, act, given)
+
+    def headers(self, sources: Sequence[Source], recipe: Recipe) -> "Headers":
+        """Begins to read headers; see `measured_all`."""
+        return Headers([self.submit(each, measured_all, [each], recipe) for each in sources])
+
+    def _call(self, source: Source, act: Callable[..., T], given: Sequence[object]) -> T:
+        for _ in range(_TRIES):
+            if (pool := getattr(self._own, "pool", None)) is None:
+                pool = self._own.pool = _process()
+            try:
+                return pool.submit(_bounded, LONGEST_S, act, given).result()
+            except BrokenProcessPool:
+                pool.shutdown(wait=False)
+                self._own.pool = None
+        raise source.refused(DEADLY)
+
+
+class Headers:
+    """Headers of media that are being read. `result` waits for them; `await` does, too, and lets
+    the event loop turn meanwhile."""
+
+    def __init__(self, jobs: Sequence[Future[tuple[Measured, ...]]] = ()) -> None:
+        self._jobs = jobs
+
+    def result(self) -> tuple[Measured, ...]:
+        """The media, in order.
+
+        Raises:
+            ConfigError: of the first that cannot be used.
+        """
+        try:
+            return tuple(medium for job in self._jobs for medium in job.result())
+        finally:
+            self.cancel()
+
+    def __await__(self) -> Generator[Any, None, tuple[Measured, ...]]:
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> tuple[Measured, ...]:
+        found = list[Measured]()
+        try:
+            for job in self._jobs:
+                media = await asyncio.wrap_future(job)
+                found += media
+        finally:
+            self.cancel()
+        return tuple(found)
+
+    def cancel(self) -> None:
+        """Reads none that is not being read already."""
+        for job in self._jobs:
+            job.cancel()
 
 
 class Prepared(NamedTuple):
@@ -43,15 +135,12 @@ class Prepared(NamedTuple):
 
 
 class MediaWorkers:
-    """Decodes media, each once for all siblings. An asynchronous context manager.
-
-    Processes are started when the first medium comes, and end with the block or with this process.
-    """
+    """Decodes media, each once for all siblings. An asynchronous context manager."""
 
     def __init__(
         self,
         recipe: Recipe,
-        num_workers: int | None = None,
+        decoders: Decoders,
         parent: Path | None = None,
         store: Store = "source",
     ) -> None:
@@ -59,18 +148,14 @@ class MediaWorkers:
 
         Args:
             recipe: of the model.
-            num_workers: processes; None is one for each core, eight at most.
+            decoders: to decode with.
             parent: folder of the spool; memory of this node if not given.
             store: form in which the bus gets media.
         """
-        cores = len(os.sched_getaffinity(0))
-        self._recipe, self._num_workers = recipe, num_workers or min(cores, MOST_WORKERS)
+        self._recipe, self._decoders = recipe, decoders
         self._parent, self._store, self._open = parent, store, ExitStack()
         self._spool: Spool | None = None
-        # Who is decoded beside one that ends its process is decoded again, in a process of its own.
-        self._room = asyncio.Semaphore(self._num_workers)
-        self._pool: ProcessPoolExecutor | None = None
-        self._tasks = set[_Task]()
+        self._jobs, self._tasks = set[Future[tuple[Medium, bytes]]](), set[_Task]()
 
     async def __aenter__(self) -> Self:
         self._spool = self._open.enter_context(opened_spool(self._parent))
@@ -78,8 +163,8 @@ class MediaWorkers:
 
     async def __aexit__(self, *_: object) -> None:
         self._spool = None
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        for job in tuple(self._jobs):
+            job.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._open.close()
 
@@ -117,62 +202,41 @@ class MediaWorkers:
 
     async def _one(self, spool: Spool, medium: Measured) -> tuple[Medium, Spooled]:
         draft = spool.draft()
-        async with self._room:
-            pool = self._running()
-            try:
-                made, digest = await self._in(pool, medium, draft)
-            except BrokenProcessPool:  # by this medium, or by another that was decoded beside it
-                if self._pool is pool:
-                    self._pool = None
-                made, digest = await self._alone(medium, draft)
+        given = medium, self._recipe, draft, self._store
+        job = self._decoders.submit(medium.source, _make, *given)
+        self._jobs.add(job)
+        try:
+            made, digest = await asyncio.wrap_future(job)
+        finally:
+            self._jobs.discard(job)
         return made, Spooled(medium.extent, digest, spool.keep(draft, digest))
 
-    async def _alone(self, medium: Measured, draft: Path) -> tuple[Medium, bytes]:
-        draft.unlink(missing_ok=True)
-        pool = new_pool(1)
-        try:
-            return await self._in(pool, medium, draft)
-        except BrokenProcessPool:
-            raise medium.source.refused(DEADLY) from None
-        finally:
-            pool.shutdown(wait=False)
 
-    async def _in(
-        self, pool: ProcessPoolExecutor, medium: Measured, draft: Path
-    ) -> tuple[Medium, bytes]:
-        loop = asyncio.get_running_loop()
-        given = medium, self._recipe, draft, self._store, LONGEST_S
-        return await loop.run_in_executor(pool, _make, *given)
-
-    def _running(self) -> ProcessPoolExecutor:
-        assert self._spool is not None, "it has ended"
-        if self._pool is None:
-            self._pool = new_pool(self._num_workers)
-        return self._pool
-
-
-def new_pool(size: int) -> ProcessPoolExecutor:
-    """Processes that decode, and end with this one."""
+def _process() -> ProcessPoolExecutor:
+    """A process that decodes, and ends with the thread that started it."""
     spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(size, spawn, initializer=end_with, initargs=(os.getpid(),))
+    return ProcessPoolExecutor(1, spawn, initializer=_begin, initargs=(os.getpid(),))
 
 
-@contextmanager
-def within(longest_s: float) -> Iterator[None]:
-    """Ends this process where the block takes longer, also where a decoder lets nobody else run."""
+def _begin(owner: int) -> None:
+    end_with(owner)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it is for who started it
+
+
+def _bounded(longest_s: float, act: Callable[..., T], given: Sequence[object]) -> T:
+    """Calls a function. Where that takes longer, this process ends, also where a decoder lets
+    nobody else run."""
     signal.setitimer(signal.ITIMER_REAL, longest_s)
     try:
-        yield
+        return act(*given)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _make(
-    medium: Measured, recipe: Recipe, file: Path, store: Store, longest_s: float
-) -> tuple[Medium, bytes]:
-    """Decodes a medium into a file, in a process of the pool."""
-    with within(longest_s):
-        found = canonical(medium, recipe)
+def _make(medium: Measured, recipe: Recipe, file: Path, store: Store) -> tuple[Medium, bytes]:
+    """Decodes a medium into a file, in a process."""
+    file.unlink(missing_ok=True)  # of a process that ended
+    found = canonical(medium, recipe)
     digest = found.digest
     write(file, found.array)
     if store == "canonical":

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.media.canonical import Measured, measured_all
+from relax_hpc.media.canonical import Measured
 from relax_hpc.media.expand import Expanded, Span, expand, with_times
 from relax_hpc.media.family import FAMILIES
 from relax_hpc.media.kinds import MODALITIES, Modality
 from relax_hpc.media.recipe import Recipe
 from relax_hpc.media.source import Source
+from relax_hpc.media.workers import Decoders, Headers
 from relax_hpc.prompts.parts import text_of
 from relax_hpc.prompts.record import Record, as_messages
 from relax_hpc.prompts.template import Message
@@ -57,13 +58,24 @@ def refuse(where: str, media: Sequence[Source]) -> None:
 class MediaTokens:
     """The way in which a model's prompts with media become tokens."""
 
-    def __init__(self, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        tokenizer: "PreTrainedTokenizerBase",
+        decoders: Decoders | None = None,
+    ) -> None:
         """Looks up the tokens of media.
+
+        Args:
+            recipe: of the model.
+            tokenizer: of the model.
+            decoders: to read media with; of its own if not given.
 
         Raises:
             ConfigError: the tokenizer lacks one.
         """
         self.recipe, self._tokenizer = recipe, tokenizer
+        self.decoders = decoders or Decoders()
         self._modalities: dict[int, Modality] = {}
         for modality, token in recipe.family.placeholders.items():
             found = tokenizer.convert_tokens_to_ids(token)
@@ -109,9 +121,9 @@ class MediaTokens:
                     f"takes {takes}: use another model, or remove the line"
                 )
 
-    def measured(self, media: Sequence[Source]) -> tuple[Measured, ...]:
-        """Reads the headers; see `measured_all`."""
-        return measured_all(media, self.recipe)
+    def headers(self, media: Sequence[Source]) -> Headers:
+        """Begins to read the headers."""
+        return self.decoders.headers(media, self.recipe)
 
     def expand(self, where: str, text: str, media: Sequence[Measured]) -> Expanded:
         """Makes the tokens of a rendered prompt.

@@ -1,6 +1,8 @@
 """The map from a prompt's ordinal in the run to the prompt."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -8,8 +10,8 @@ from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.media.canonical import Measured
 from relax_hpc.media.expand import Span
-from relax_hpc.media.recipe import Recipe
 from relax_hpc.media.spool import View
+from relax_hpc.media.workers import Headers
 from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.kept import Kept
 from relax_hpc.prompts.media_tokens import MediaTokens, Tokenized, refuse
@@ -21,6 +23,9 @@ from relax_hpc.schema import Medium
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_AHEAD = 64
+"""Rows whose media are read at once where all are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ class PromptSource:
         *,
         shuffle_seed: int | None,
         settings: PromptsConfig,
-        recipe: Recipe | None = None,
+        media: MediaTokens | None = None,
     ) -> None:
         """Reads nothing: prompts are read and tokenized when they are asked for.
 
@@ -84,14 +89,14 @@ class PromptSource:
             tokenizer: of the model.
             shuffle_seed: of the order; None keeps that of the files.
             settings: what becomes of a row.
-            recipe: of the model's media; None of one that reads text only.
+            media: how they become tokens; None of a model that reads text only.
 
         Raises:
-            ConfigError: the sources cannot be mixed, or the tokenizer lacks tokens of media.
+            ConfigError: the sources cannot be mixed.
         """
         self.tokenizer, self.records = tokenizer, records
         self._settings = settings
-        self._media = MediaTokens(recipe, tokenizer) if recipe else None
+        self._media = media
         self.conversation = Conversation(
             tokenizer,
             chat_template=settings.chat_template,
@@ -137,14 +142,26 @@ class PromptSource:
         Raises:
             ConfigError: the prompt is longer than `max_prompt_tokens`.
         """
+        return self.prompt(self._row(ordinal))
+
+    async def asked(self, ordinal: int) -> Prompt:
+        """Does as `source[ordinal]`, and lets the event loop turn while media are read."""
+        index = self._row(ordinal)
+        record = self.records[index]
+        return self._prompt(index, record, await self._headers(index, record))
+
+    def _row(self, ordinal: int) -> int:
         if not self._is_graded:  # takes a look at every row, which a check does without
             self._order, self._is_graded = self._drawn(graded=True), True
-        return self.prompt(self._kept[self._order[ordinal]])
+        return self._kept[self._order[ordinal]]
 
     def prompt(self, index: int) -> Prompt:
         """The prompt of a row; raises as `records[index]`."""
         record = self.records[index]
-        tokenized = self._tokenize(index, record)
+        return self._prompt(index, record, self._headers(index, record).result())
+
+    def _prompt(self, index: int, record: Record, media: Sequence[Measured]) -> Prompt:
+        tokenized = self._tokenize(index, record, media)
         return Prompt(
             index,
             tokenized.token_ids,
@@ -183,15 +200,40 @@ class PromptSource:
                 skipped.
         """
         longest, bad = 0, []
-        for index in indices:
-            try:
-                tokenized = self._tokenize(index, self.records[index])
-                longest = max(longest, len(tokenized.token_ids))
-            except ConfigError as error:
-                if not self._settings.leaves_out(error):
-                    raise
-                bad.append((index, str(error)))
+        with closing(self._begun(indices)) as rows:
+            for index, begun in rows:
+                try:
+                    if isinstance(begun, ConfigError):
+                        raise begun
+                    record, headers = begun
+                    tokenized = self._tokenize(index, record, headers.result())
+                    longest = max(longest, len(tokenized.token_ids))
+                except ConfigError as error:
+                    if not self._settings.leaves_out(error):
+                        raise
+                    bad.append((index, str(error)))
         return Examined(longest, bad)
+
+    def _begun(
+        self, indices: Iterable[int]
+    ) -> Generator[tuple[int, ConfigError | tuple[Record, Headers]], None, None]:
+        """Yields rows, and begins to read the media of some that come after."""
+        ahead = deque[tuple[int, ConfigError | tuple[Record, Headers]]]()
+        try:
+            for index in indices:
+                try:
+                    record = self.records[index]
+                    ahead.append((index, (record, self._headers(index, record))))
+                except ConfigError as error:
+                    ahead.append((index, error))
+                if len(ahead) > _AHEAD:
+                    yield ahead.popleft()
+            while ahead:
+                yield ahead.popleft()
+        finally:
+            for _, begun in ahead:
+                if not isinstance(begun, ConfigError):
+                    begun[1].cancel()
 
     def _drawn(self, *, graded: bool) -> Order:
         sources, first, kept = [], 0, 0
@@ -209,12 +251,25 @@ class PromptSource:
             kept += count
         return Order(sources, self._shuffle_seed)
 
-    def _tokenize(self, index: int, record: Record) -> Tokenized:
+    def _headers(self, index: int, record: Record) -> Headers:
+        """Begins to read the headers of a row's media.
+
+        Raises:
+            ConfigError: the row cannot be used, whatever they say.
+        """
         where = self.records.where(index)
         if not self._settings.chat_template and not isinstance(record.prompt, str):
             what = "has media" if record.media else "is chat messages"
             raise ConfigError(f"{where}: {what}; set prompts.chat_template = true")
-        found = self._tokens(where, record)
+        if self._media is None:
+            refuse(where, record.media)
+            return Headers()
+        self._media.check(where, record)
+        return self._media.headers(record.media)
+
+    def _tokenize(self, index: int, record: Record, media: Sequence[Measured]) -> Tokenized:
+        where = self.records.where(index)
+        found = self._tokens(where, record, media)
         count = len(found.token_ids)
         if not count:
             raise ConfigError(f"{where}: the prompt makes no tokens; write another, or remove it")
@@ -226,16 +281,11 @@ class PromptSource:
             )
         return found
 
-    def _tokens(self, where: str, record: Record) -> Tokenized:
+    def _tokens(self, where: str, record: Record, media: Sequence[Measured]) -> Tokenized:
         messages = as_messages(record.prompt)
-        if self._media is None:
-            refuse(where, record.media)
-        else:
-            self._media.check(where, record)
-        if self._media is None or not record.media:
+        if self._media is None or not media:
             ids = self.conversation.encode(where, messages, record.tools, record.template_args)
             return Tokenized(ids)
-        media = self._media.measured(record.media)
         text = self.conversation.asked(where, messages, record.tools, record.template_args)
         found = self._media.expand(where, text, media)
-        return Tokenized(found.token_ids, media, found.spans)
+        return Tokenized(found.token_ids, tuple(media), found.spans)

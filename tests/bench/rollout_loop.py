@@ -98,12 +98,19 @@ class Constant:
         return "7"
 
 
+class Prompts(list[Any]):
+    """Prompts as the loops of both trees take them."""
+
+    async def asked(self, ordinal: int) -> Any:
+        return self[ordinal]
+
+
 class Parts(NamedTuple):
     """The parts of the loops of both trees."""
 
     config: Any
     producer: Producer
-    prompts: list[Any]
+    prompts: Prompts
     pool: Any
 
 
@@ -120,10 +127,10 @@ def _parts(num_given: int, num_sampled: int, steps: str, **further: Any) -> Part
         "rollout": {"samples_per_prompt": SIBLINGS},
         steps: {"num_steps": STEPS, "prompts_per_step": PROMPTS_PER_STEP},
     }
-    prompts = [
+    prompts = Prompts(
         Prompt(number, [3, 4, number, *[6] * (num_given - 3)], "7")
         for number in range(STEPS * PROMPTS_PER_STEP)
-    ]
+    )
     producer = Producer()
     most = SIBLINGS * PROMPTS_PER_STEP
     pool = Pool(lambda _: Engine(producer, num_sampled), max_in_flight=most, patience_s=60)

@@ -22,7 +22,7 @@ from relax_hpc.media.expand import expand, with_times
 from relax_hpc.media.patches import patches
 from relax_hpc.media.recipe import read_recipe
 from relax_hpc.media.source import Source
-from relax_hpc.media.workers import MediaWorkers
+from relax_hpc.media.workers import Decoders, MediaWorkers
 
 TOLERANCE = 2e-6  # nats, float32; another image of the same size is above 1e-2
 TOGETHER = 1e-5  # of requests that run together: sums are made in an order that the batch decides
@@ -249,7 +249,7 @@ def ask(seer, prompts, new=12, draft=None, before=lambda view: view, **sampling)
 
     async def run():
         async with contextlib.AsyncExitStack() as stack:
-            workers = await stack.enter_async_context(MediaWorkers(seer.recipe, 1))
+            workers = await stack.enter_async_context(MediaWorkers(seer.recipe, Decoders(1)))
             client = await stack.enter_async_context(
                 GenerationClient(seer.process.url, seer.process.token)
             )

@@ -25,7 +25,7 @@ from relax_hpc.environments.base import Outcome
 from relax_hpc.errors import EngineError
 from relax_hpc.media.expand import Span
 from relax_hpc.media.stored import DECODERS, Stored, decoders
-from relax_hpc.media.workers import MediaWorkers
+from relax_hpc.media.workers import Decoders, MediaWorkers
 from relax_hpc.paths import BusPaths
 from relax_hpc.roles.rollout import prompt_check
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
@@ -180,7 +180,7 @@ def test_an_aborted_response_goes_on_from_its_draft(seer, tmp_path):
     async def run():
         ids, media, spans = prompt
         async with (
-            MediaWorkers(seer.recipe, 1) as workers,
+            MediaWorkers(seer.recipe, Decoders(1)) as workers,
             workers.prepared(media, spans) as made,
             GenerationClient(seer.process.url, seer.process.token, tokens_per_chunk=4) as client,
         ):
@@ -233,7 +233,7 @@ def groups(seer, folder, environment, count, **media):
 
     async def run():
         async with (
-            MediaWorkers(seer.recipe, 1) as workers,
+            MediaWorkers(seer.recipe, Decoders(1)) as workers,
             GenerationClient(seer.process.url, seer.process.token) as client,
         ):
             episodes = Episodes(

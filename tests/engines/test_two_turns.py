@@ -118,7 +118,7 @@ class Prompts:
     def __init__(self, conversation):
         self.conversation = conversation
 
-    def __getitem__(self, guid):
+    async def asked(self, guid):
         messages = [{"role": "user", "content": f"{guid}+2="}]
         return Prompt(guid, self.conversation.encode("a test", messages), "", messages)
 

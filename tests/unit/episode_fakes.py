@@ -30,6 +30,16 @@ class Numbers:
         return StopTexts(self.decode, texts) if texts else None
 
 
+class Prompts:
+    """Prompts by their ordinals."""
+
+    def __init__(self, given):
+        self._given = given
+
+    async def asked(self, ordinal):
+        return self._given[ordinal]
+
+
 class Board:
     """Keeps what evaluations leave; of those before it knows none, or the last one."""
 
@@ -66,7 +76,7 @@ def run(config, task, prompts, heldout, sampler, score, producer, credits, event
     made = episodes(config, sampler, score)
     [name] = config.eval
     shares = {name: heldout[task.rank :: task.size]}
-    group, evaluator = Grouper(config, prompts, made), Evaluator(
+    group, evaluator = Grouper(config, Prompts(prompts), made), Evaluator(
         config, shares, made, events, Board(is_over=not heldout)
     )  # fmt: skip
     return rollout.run(config, task, sampler, group, evaluator, producer, credits, events, end)

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from episode_fakes import answer, episodes
+from episode_fakes import Prompts, answer, episodes
 from roles.role_fakes import config
 
 from relax_hpc.bus.shards.encode import to_columns
@@ -294,7 +294,7 @@ def test_rewards_of_an_environment_count_and_the_jobs_reward_is_for_the_others(t
         engine = Engine(tokens, "3<|im_end|>", "12<|im_end|>")
         settings = config()
         each = episodes(settings, engine, lambda response, prompt: 0.5, environment, conversation)
-        return asyncio.run(Grouper(settings, prompts, each)(5, 0))
+        return asyncio.run(Grouper(settings, Prompts(prompts), each)(5, 0))
 
     assert [row.reward for row in made(Twice()).trajectories] == [1.25, 1.25]
     assert [row.reward for row in made(SingleTurn()).trajectories] == [0.5, 0.5]
@@ -316,7 +316,7 @@ def test_an_episode_is_a_row_for_each_of_its_sequences_with_the_episodes_reward(
     conversation = Conversation(tokens, chat_template=True)
     engine = Engine(tokens, *["3<|im_end|>"] * 4)
     each = episodes(config(), engine, None, Forks(3, 1), conversation)
-    made = asyncio.run(Grouper(config(), {5: prompt_of(conversation)}, each)(5, 0))
+    made = asyncio.run(Grouper(config(), Prompts({5: prompt_of(conversation)}), each)(5, 0))
     rows = made.trajectories
     assert [(row.sibling, row.segment) for row in rows] == [(0, 0), (0, 1), (0, 2), (1, 0)]
     assert [row.reward for row in rows] == [0.5] * 4
@@ -332,7 +332,7 @@ def test_metrics_of_episodes_are_means_over_those_that_have_them(tokens):
     engine = Engine(tokens, *["3<|im_end|>"] * 3)
     counted = [{"calls": 2, "found": True}, {"calls": 1}]
     each = episodes(config(), engine, None, Forks(2, 1, metrics=counted), conversation)
-    made = asyncio.run(Grouper(config(), {5: prompt_of(conversation)}, each)(5, 0))
+    made = asyncio.run(Grouper(config(), Prompts({5: prompt_of(conversation)}), each)(5, 0))
     assert means_of("rollout", made.metrics) == {"rollout/calls": 1.5, "rollout/found": 1.0}
 
 
@@ -343,7 +343,7 @@ def test_a_metric_that_is_no_number_is_refused_with_its_name(tokens):
         Forks(1, 1, metrics=[{"found": "yes"}]), conversation,
     )  # fmt: skip
     with pytest.raises(RelaxError, match=r"metrics of an episode are numbers.*'found': 'yes'"):
-        asyncio.run(Grouper(config(), {5: prompt_of(conversation)}, each)(5, 0))
+        asyncio.run(Grouper(config(), Prompts({5: prompt_of(conversation)}), each)(5, 0))
 
 
 class Committed:
@@ -373,7 +373,7 @@ def test_a_cancelled_group_is_kept_and_a_finished_one_is_not(tokens):
     conversation = Conversation(tokens, chat_template=True)
     engine = Engine(tokens, "123<|im_end|>", stop_after=3)
     each = episodes(config(), engine, lambda *_: 1.0, SingleTurn(), conversation)
-    group = Grouper(config(), {5: prompt_of(conversation)}, each)
+    group = Grouper(config(), Prompts({5: prompt_of(conversation)}), each)
 
     async def run():
         running = asyncio.create_task(group(5, 0))

@@ -35,7 +35,7 @@ from relax_hpc.media.canonical import canonical, measured
 from relax_hpc.media.expand import expand
 from relax_hpc.media.kinds import Modality
 from relax_hpc.media.source import Source
-from relax_hpc.media.workers import MediaWorkers
+from relax_hpc.media.workers import Decoders, MediaWorkers
 from relax_hpc.roles.engine.hosting import Slot, spec_of
 from relax_hpc.scratch import scratch_folder
 
@@ -156,7 +156,7 @@ class _Turns:
     async def all(self) -> Figures:
         """Takes all turns; the first does not count: processes start, kernels are made."""
         figures = Figures([], [], [], [])
-        async with MediaWorkers(self._recipe, self._work.workers) as workers:
+        async with MediaWorkers(self._recipe, Decoders(self._work.workers)) as workers:
             for turn in range(self._work.repeats + 1):
                 photos, encode_s = await self._drawn(turn)
                 figures.encode.append(self._work.siblings * encode_s)

@@ -27,7 +27,7 @@ from relax_hpc.media.recipe import Recipe
 from relax_hpc.media.source import Source
 from relax_hpc.media.spool import Spooled, View
 from relax_hpc.media.stored import Stored, stored
-from relax_hpc.media.workers import MOST_WORKERS, MediaWorkers
+from relax_hpc.media.workers import MOST_WORKERS, Decoders, MediaWorkers
 from relax_hpc.paths import BusPaths
 from relax_hpc.schema import NO_SPANS, FinishReason, Medium, PromptGroup, Trajectory
 from relax_hpc.scratch import scratch_folder
@@ -160,7 +160,11 @@ async def _workers(photos: Sequence[Source], recipe: Recipe, work: Work) -> list
     count = work.workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
     media = [measured(photo, recipe) for photo in photos]
     one, many, holds = list[float](), list[float](), list[Holds]()
-    async with MediaWorkers(recipe, 1) as single, MediaWorkers(recipe, count) as several:
+    one_process, processes = Decoders(1), Decoders(count)
+    async with (
+        MediaWorkers(recipe, one_process) as single,
+        MediaWorkers(recipe, processes) as several,
+    ):
         for workers in (single, several):  # until all processes are there
             await _decode(workers, media)
         for _ in range(work.repeats):

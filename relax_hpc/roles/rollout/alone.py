@@ -100,7 +100,7 @@ async def _evaluate(
 ) -> None:
     async with sampling(config, paths, own, sources, events) as (_, episodes):
         made = episodes(prompt_check.limits_of(config).sampled, heldout=True)
-        evaluator = evaluator_of(config, paths, Task(0, 1), sources, made, events, shards.add)
+        evaluator = await evaluator_of(config, paths, Task(0, 1), sources, made, events, shards.add)
         try:
             evaluator.consider(0, trained=0)
             await evaluator.finish(None)

@@ -14,7 +14,7 @@ from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.producer import Producer
 from relax_hpc.config.run import RunConfig
 from relax_hpc.environments import registry as environments
-from relax_hpc.media.recipe import is_shown_media, read_recipe
+from relax_hpc.media.recipe import is_shown_media
 from relax_hpc.media.stored import DECODERS, decoders
 from relax_hpc.media.workers import MediaWorkers
 from relax_hpc.paths import RunPaths
@@ -47,6 +47,8 @@ CREDITS_EVERY_S = 1.0
 the engine."""
 REFILLED_EVERY_S = 0.2
 """The same where groups are refilled: one that takes the place of another waits for the credits."""
+_READ_AT_ONCE = 16
+"""Held-out prompts whose media are read at once."""
 
 
 def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: EventWriter) -> None:
@@ -116,13 +118,13 @@ async def _loop(
             episodes(limits.trained, heldout=False),
             retirement_of(config, paths),
         )
-        unfinished = Unfinished(config, sources.train, group, producer, events)
+        unfinished = Unfinished(config, group, producer, events)
         await rollout.run(
             config,
             task,
             sampler,
             group,
-            evaluator_of(
+            await evaluator_of(
                 config, paths, task, sources, episodes(limits.sampled, heldout=True), events
             ),
             producer,
@@ -175,21 +177,21 @@ async def sampling(
         AsyncExitStack() as opened,
     ):
         workers = None
-        if recipe := read_recipe(config.model.path, config.prompts.media):
-            settings = config.prompts.media
-            made = MediaWorkers(recipe, settings.workers, store=settings.store)
+        if media := sources.train.media_tokens:
+            store = config.prompts.media.store
+            made = MediaWorkers(media.recipe, media.decoders, store=store)
             workers = await opened.enter_async_context(made)
 
         def episodes(max_tokens: int, *, heldout: bool) -> Episodes:
             return Episodes(
                 config, environment, sampler, conversation, partial(scorer.score, heldout=heldout),
-                max_tokens=max_tokens, workers=workers, media_tokens=sources.train.media_tokens,
+                max_tokens=max_tokens, workers=workers, media_tokens=media,
             )  # fmt: skip
 
         yield sampler, episodes
 
 
-def evaluator_of(
+async def evaluator_of(
     config: RunConfig,
     paths: RunPaths,
     task: rollout.Task,
@@ -199,11 +201,12 @@ def evaluator_of(
     also: Also = lambda *_: None,
 ) -> Evaluator:
     """An evaluator of the prompts of each held-out set that are a task's."""
-    board, shares = Board(paths, task.rank, task.size), heldout_shares(config, task, sources)
+    board = Board(paths, task.rank, task.size)
+    shares = await heldout_shares(config, task, sources)
     return Evaluator(config, shares, episodes, events, board, also)
 
 
-def heldout_shares(
+async def heldout_shares(
     config: RunConfig, task: rollout.Task, sources: Sources
 ) -> dict[str, list[Prompt]]:
     """The prompts of each held-out set that this task scores."""
@@ -211,7 +214,11 @@ def heldout_shares(
     for name, settings in config.eval.items():
         source = sources.heldout[name]
         count = min(settings.num_prompts, len(source))
-        shares[name] = [source[index] for index in range(task.rank, count, task.size)]
+        own = range(task.rank, count, task.size)
+        shares[name] = list[Prompt]()
+        for first in range(0, len(own), _READ_AT_ONCE):
+            some = own[first : first + _READ_AT_ONCE]
+            shares[name] += await asyncio.gather(*map(source.asked, some))
     return shares
 
 

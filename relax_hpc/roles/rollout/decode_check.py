@@ -3,8 +3,6 @@ when the run starts, where rows with broken media are left out."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from typing import NamedTuple
 
 from relax_hpc.config.run import RunConfig
@@ -12,7 +10,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.media.canonical import canonical, measured_all
 from relax_hpc.media.recipe import Recipe, read_recipe
 from relax_hpc.media.source import Source
-from relax_hpc.media.workers import DEADLY, LONGEST_S, new_pool, within
+from relax_hpc.media.workers import Decoders
 from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.source import Examined, PromptSource
 from relax_hpc.roles.rollout import prompt_check
@@ -48,17 +46,18 @@ def decode(config: RunConfig, advance: Callable[[int, int], None]) -> Decoded:
     files = prompt_check.open_files(config)
     every = [files.train, *files.heldout.values()]
     total, done, num_media, refused = sum(map(len, every)), 0, 0, list[str]()
-    for records in every:
-        for block in _decoded(config, recipe, records, range(len(records))):
-            num_media += block.num_media
-            refused += [line for _, line in block.refused]
-            done += block.num_rows
-            advance(done, total)
+    workers = config.prompts.media.workers or len(os.sched_getaffinity(0))
+    with Decoders(workers) as decoders:
+        for records in every:
+            for block in _decoded(decoders, recipe, records, range(len(records))):
+                num_media += block.num_media
+                refused += [line for _, line in block.refused]
+                done += block.num_rows
+                advance(done, total)
     return Decoded(num_media, refused)
 
 
 def decoded(
-    config: RunConfig,
     sources: Mapping[str, PromptSource],
     rows: Mapping[str, Sequence[int]],
     found: Mapping[str, Examined],
@@ -66,21 +65,19 @@ def decoded(
     """Adds to what was found the rows with a medium that cannot be decoded.
 
     Args:
-        config: the run.
         sources: the prompts, by key.
         rows: those that were looked at, by key.
         found: what was found of them.
     """
-    recipe = read_recipe(config.model.path, config.prompts.media)
-    if recipe is None:
-        return dict(found)
-    whole = {}
+    whole = dict(found)
     for key, each in found.items():
+        if (media := sources[key].media_tokens) is None:
+            continue
         known = {row for row, _ in each.bad}
         left = [row for row in rows[key] if row not in known]
         more = [
             (row, line)
-            for block in _decoded(config, recipe, sources[key].records, left)
+            for block in _decoded(media.decoders, media.recipe, sources[key].records, left)
             for row, line in block.refused
         ]
         first = dict(reversed(more))  # a line for each row
@@ -96,47 +93,19 @@ class _Block(NamedTuple):
 
 
 def _decoded(
-    config: RunConfig, recipe: Recipe, records: Records, rows: Sequence[int]
+    decoders: Decoders, recipe: Recipe, records: Records, rows: Sequence[int]
 ) -> Iterator[_Block]:
     """Decodes the media of rows, some rows at a time."""
-    workers = config.prompts.media.workers or len(os.sched_getaffinity(0))
-    pool = new_pool(workers)
-    try:
-        for first in range(0, len(rows), _BLOCK):
-            block = rows[first : first + _BLOCK]
-            refused: list[tuple[int, str]] = []
-            media = [_media_of(records, row, refused) for row in block]
-            lines = list[list[str]]()
+    for first in range(0, len(rows), _BLOCK):
+        block, refused = rows[first : first + _BLOCK], list[tuple[int, str]]()
+        media = [(row, each) for row in block for each in _media_of(records, row, refused)]
+        jobs = [decoders.submit(each, _decode, each, recipe) for _, each in media]
+        for (row, _), job in zip(media, jobs, strict=True):
             try:
-                lines.extend(pool.map(partial(_refused, recipe, LONGEST_S), media, chunksize=4))
-            except BrokenProcessPool:  # by a medium of those that are not done
-                pool.shutdown()
-                lines += _one_by_one(recipe, media[len(lines) :])
-                pool = new_pool(workers)
-            refused += [
-                (row, line) for row, each in zip(block, lines, strict=True) for line in each
-            ]
-            yield _Block(len(block), sum(map(len, media)), refused)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _one_by_one(recipe: Recipe, media: Sequence[Sequence[Source]]) -> Iterator[list[str]]:
-    """Yields what is wrong with the media of each row, one of which ends the process that decodes
-    it."""
-    pool = new_pool(1)
-    try:
-        for each in media:
-            lines = list[str]()
-            for source in each:
-                try:
-                    lines += pool.submit(_refused, recipe, LONGEST_S, (source,)).result()
-                except BrokenProcessPool:
-                    lines.append(str(source.refused(DEADLY)))
-                    pool = new_pool(1)
-            yield lines
-    finally:
-        pool.shutdown(cancel_futures=True)
+                job.result()
+            except ConfigError as error:
+                refused.append((row, str(error)))
+        yield _Block(len(block), len(media), refused)
 
 
 def _media_of(records: Records, row: int, refused: list[tuple[int, str]]) -> tuple[Source, ...]:
@@ -147,14 +116,7 @@ def _media_of(records: Records, row: int, refused: list[tuple[int, str]]) -> tup
         return ()
 
 
-def _refused(recipe: Recipe, longest_s: float, media: tuple[Source, ...]) -> list[str]:
-    """Returns what is wrong with each that cannot be decoded, in a process of the pool."""
-    found = []
-    for source in media:
-        try:
-            with within(longest_s):
-                for medium in measured_all([source], recipe):
-                    canonical(medium, recipe)
-        except ConfigError as error:
-            found.append(str(error))
-    return found
+def _decode(source: Source, recipe: Recipe) -> None:
+    """Decodes a medium, in a process; raises ConfigError where it cannot be."""
+    for medium in measured_all([source], recipe):
+        canonical(medium, recipe)

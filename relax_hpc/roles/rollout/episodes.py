@@ -238,9 +238,11 @@ class Grouper:
         self.running: dict[int, list[Record]] = {}
         """Records of groups that are not finished, one per sibling, by ordinal: those under way,
         and those that were cancelled."""
+        self.asked: dict[int, Prompt] = {}
+        """Their prompts, but for groups that are to be gone on with and were not begun here."""
 
     async def __call__(self, guid: int, min_version: int) -> PromptGroup:
-        prompt, rollout = self._prompts[guid], self._config.rollout
+        prompt, rollout = await self._prompts.asked(guid), self._config.rollout
         replays = self._config.replays_routing
         siblings = range(rollout.samples_per_prompt)
         if self._is_retired and await self._is_retired(guid, prompt.index):
@@ -248,10 +250,11 @@ class Grouper:
         seeds = [seed_of(self._config.seed, guid, sibling) for sibling in siblings]
         how = self._episodes.how(rollout.temperature, min_version)
         records = self.running.setdefault(guid, [Record() for _ in siblings])
+        self.asked[guid] = prompt
         episodes = await self._episodes.run(
             prompt, records, how._replace(routed_experts=replays), guid, seeds
         )
-        del self.running[guid]
+        del self.running[guid], self.asked[guid]
         self._limit.add({f"{guid}/{n}": each.score for n, each in enumerate(episodes)})
         rows = [
             row

@@ -14,8 +14,10 @@ from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.media.kinds import MODALITIES
 from relax_hpc.media.recipe import Recipe, read_recipe
+from relax_hpc.media.workers import Decoders
 from relax_hpc.models.registry import read_architecture
 from relax_hpc.prompts import overlap
+from relax_hpc.prompts.media_tokens import MediaTokens
 from relax_hpc.prompts.overlap import Overlap
 from relax_hpc.prompts.record import Record
 from relax_hpc.prompts.records import Records
@@ -140,6 +142,7 @@ def sources_of(config: RunConfig, files: Files, tokenizer: "PreTrainedTokenizerB
     settings = config.prompts
     recipe = read_recipe(config.model.path, settings.media)
     _check_media(config, recipe)
+    media = recipe and MediaTokens(recipe, tokenizer, Decoders(settings.media.workers))
     if settings.chat_template and not tokenizer.chat_template:
         raise ConfigError(
             f"prompts.chat_template = True: the tokenizer in {config.model.path} has none; "
@@ -148,7 +151,7 @@ def sources_of(config: RunConfig, files: Files, tokenizer: "PreTrainedTokenizerB
 
     def source(records: Records, shuffle_seed: int | None) -> PromptSource:
         return PromptSource(
-            records, tokenizer, shuffle_seed=shuffle_seed, settings=settings, recipe=recipe
+            records, tokenizer, shuffle_seed=shuffle_seed, settings=settings, media=media
         )
 
     train = source(files.train, config.seed)

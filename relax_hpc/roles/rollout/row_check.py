@@ -79,7 +79,7 @@ def settle(config: RunConfig, paths: RunPaths, sources: Sources, share: Share) -
         rows = {name: share.rows(count) for name, count in num_rows.items()}
         own = examine(sources, rows)
         if config.prompts.media.broken == "skip":
-            own = decode_check.decoded(config, sources.by_key, rows, own)
+            own = decode_check.decoded(sources.by_key, rows, own)
         record = {"key": key, "num_rows": num_rows, "found": own}
         write_json(paths.prompt_rows(share.number), record)
     found = [own]

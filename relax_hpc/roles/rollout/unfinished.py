@@ -14,7 +14,6 @@ from relax_hpc.bus.producer import Producer
 from relax_hpc.config.run import RunConfig
 from relax_hpc.environments.record import Record, break_off, record_of
 from relax_hpc.errors import ConfigError
-from relax_hpc.prompts.source import PromptSource
 from relax_hpc.rewards.contract import Score
 from relax_hpc.roles.ending import Ending
 from relax_hpc.roles.idle import Idle
@@ -80,8 +79,7 @@ class Unfinished:
 
     Args:
         config: of the run.
-        prompts: of training.
-        grouper: has the records of those under way.
+        grouper: has the prompts and records of those under way.
         producer: of the task.
         events: are told what is kept, and what is gone on with.
     """
@@ -89,12 +87,11 @@ class Unfinished:
     def __init__(
         self,
         config: RunConfig,
-        prompts: PromptSource,
         grouper: Grouper,
         producer: Producer,
         events: EventWriter,
     ) -> None:
-        self._config, self._prompts, self._grouper = config, prompts, grouper
+        self._config, self._grouper = config, grouper
         self._producer, self._events = producer, events
 
     def recall(self, *, start: int) -> None:
@@ -145,7 +142,10 @@ class Unfinished:
         self._producer.put_partial(groups)
 
     def _group(self, guid: int) -> PromptGroup:
-        rows, prompt = [], self._prompts[guid]
+        prompt = self._grouper.asked.get(guid)
+        if prompt is None:  # nobody has gone on with it
+            return self._producer.partial[guid]
+        rows = []
         for sibling, record in enumerate(self._grouper.running[guid]):
             break_off(record)
             seed, episode = seed_of(self._config.seed, guid, sibling), Episode(record, Score(0.0))

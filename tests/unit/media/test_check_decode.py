@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 
 from relax_hpc import job_file
 from relax_hpc.cli.main import app
+from relax_hpc.errors import ConfigError
 from relax_hpc.media.canonical import measured
 from relax_hpc.paths import RunPaths
+from relax_hpc.prompts.records import Records
 from relax_hpc.roles.rollout import decode_check, prompt_check, row_check
 
 TEMPLATE = (
@@ -59,19 +61,52 @@ def test_a_photo_that_ends_early_is_named_with_its_line(check, tmp_path):
     assert 'set prompts.media.broken = "skip"' in said
 
 
-def test_a_photo_that_ends_its_decoder_is_named_with_its_line(check, tmp_path, monkeypatch):
+@pytest.fixture
+def deadly(monkeypatch):
+    """The photo of the second line ends every process that opens it."""
+    read = Records.__getitem__
+
+    def row(records, index):
+        record = read(records, index)
+        media = (Deadly(*each) if each.given == "1.jpg" else each for each in record.media)
+        return record._replace(media=tuple(media))
+
+    monkeypatch.setattr(Records, "__getitem__", row)
+
+
+@pytest.mark.usefixtures("deadly")
+def test_a_photo_that_ends_its_decoder_is_named_with_its_line(check, tmp_path):
     """Beside one that is cut short, which is found as well."""
-    media_of = decode_check._media_of
-
-    def deadly(records, row, refused):
-        found = media_of(records, row, refused)
-        return tuple(Deadly(*each) if each.given == "1.jpg" else each for each in found)
-
-    monkeypatch.setattr(decode_check, "_media_of", deadly)
     said = check()
     assert "2 of 5 media cannot be used\n" in said
     assert f"{tmp_path}/train.jsonl, line 2: image 1 (1.jpg): ends the process that deco" in said
     assert f"{tmp_path}/train.jsonl, line 3: image 1 (2.jpg): is JPEG that cannot be deco" in said
+
+
+@pytest.mark.usefixtures("deadly")
+@pytest.mark.parametrize("broken", ["error", "skip"])
+def test_a_photo_whose_header_ends_its_process_is_named_by_a_plain_check(
+    check, tmp_path, monkeypatch, broken
+):
+    settings = check.settings | {
+        "prompts.media.broken": broken,
+        "engines.rollout.kind": "sglang",
+    }
+    config = job_file.load(JOB, [f"{key}={value}" for key, value in settings.items()])
+    shape = SimpleNamespace(max_positions=4096)
+    monkeypatch.setattr(prompt_check, "read_architecture", lambda _: shape)
+    tokens = tokenizer()
+    tokens.chat_template = TEMPLATE
+    sources = prompt_check.sources_of(config, prompt_check.read(config), tokens)
+    line = f"{tmp_path}/train.jsonl, line 2: image 1 (1.jpg): ends the process that decodes it"
+    if broken == "error":
+        with pytest.raises(ConfigError) as caught:
+            prompt_check.check_sample(config, sources)
+        said = str(caught.value)
+    else:
+        [said] = prompt_check.check_sample(config, sources)
+        assert "1 of 4 rows that were looked at cannot be used and are left out" in said
+    assert line in said and "\n" not in said
 
 
 def test_where_broken_media_are_skipped_it_is_only_told(check):

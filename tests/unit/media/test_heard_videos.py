@@ -27,10 +27,11 @@ from relax_hpc.media.positions import positions
 from relax_hpc.media.recipe import read_recipe
 from relax_hpc.media.spool import Spooled, View
 from relax_hpc.media.stored import DECODERS
-from relax_hpc.media.workers import MediaWorkers
+from relax_hpc.media.workers import Decoders, MediaWorkers
+from relax_hpc.prompts.media_tokens import MediaTokens
 from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.source import PromptSource
-from relax_hpc.roles.rollout.decode_check import _refused
+from relax_hpc.roles.rollout.decode_check import _decode
 from relax_hpc.schema import PromptGroup
 
 SETTINGS = {"video_tokens_per_frame": [2, 16], "audio_in_video": True}
@@ -101,7 +102,9 @@ def test_what_cannot_be_heard_is_named_with_its_video_and_what_to_do(recipe):
         with pytest.raises(ConfigError) as caught:
             measured_all([source(given, "video")], short)
         assert message in str(caught.value) and "\n" not in str(caught.value)
-        assert _refused(short, 60, (source(given, "video"),)) == [str(caught.value)]
+        with pytest.raises(ConfigError) as again:
+            _decode(source(given, "video"), short)
+        assert str(again.value) == str(caught.value)
 
 
 def test_a_model_without_ears_refuses_it_by_name(tmp_path):
@@ -128,7 +131,9 @@ def prompt(tmp_path):
     settings = PromptsConfig(train=file, media=SETTINGS, max_prompt_tokens=4000)
     made = read_recipe(model_folder(tmp_path / "model", "qwen3_omni_moe"), settings.media)
     records = Records(settings.mixture, settings)
-    return PromptSource(records, tokens, shuffle_seed=None, settings=settings, recipe=made)[0]
+    return PromptSource(
+        records, tokens, shuffle_seed=None, settings=settings, media=MediaTokens(made, tokens)
+    )[0]
 
 
 def test_a_prompt_is_written_with_both(prompt):
@@ -148,7 +153,7 @@ def test_a_prompt_is_written_with_both(prompt):
 def shown_by(prompt, recipe, **options):
     async def run():
         async with (
-            MediaWorkers(recipe, 1, **options) as workers,
+            MediaWorkers(recipe, Decoders(1), **options) as workers,
             workers.prepared(prompt.measured, prompt.spans) as made,
         ):
             return made.media, [np.load(each.path) for each in made.view.media]

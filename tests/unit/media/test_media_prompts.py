@@ -12,6 +12,7 @@ from relax_hpc.config.media import MediaConfig
 from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.media.recipe import read_recipe
+from relax_hpc.prompts.media_tokens import MediaTokens
 from relax_hpc.prompts.overlap import find
 from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.source import PromptSource
@@ -58,8 +59,9 @@ def source(data, tokens, tmp_path):
         config = PromptsConfig(train=file, media=media or {}, **settings)
         folder = model_folder(tmp_path / "model", model) if model else tmp_path
         recipe = read_recipe(folder, config.media)
+        media_tokens = MediaTokens(recipe, tokens) if recipe else None
         records = Records(config.mixture, config)
-        return PromptSource(records, tokens, shuffle_seed=None, settings=config, recipe=recipe)
+        return PromptSource(records, tokens, shuffle_seed=None, settings=config, media=media_tokens)
 
     return make
 
@@ -167,7 +169,9 @@ def test_images_of_parquet_are_read_as_the_hub_writes_them(tmp_path, tokens):
     settings = PromptsConfig(train=tmp_path / "x.parquet", columns=columns)
     recipe = read_recipe(model_folder(tmp_path / "m", "qwen3_vl"), MediaConfig())
     records = Records(settings.mixture, settings)
-    made = PromptSource(records, tokens, shuffle_seed=None, settings=settings, recipe=recipe)
+    made = PromptSource(
+        records, tokens, shuffle_seed=None, settings=settings, media=MediaTokens(recipe, tokens)
+    )
     assert made.prompt(0).measured[0].facts.height == 64
     assert find(records, {}).num_train == 1
 

@@ -3,28 +3,35 @@
 import asyncio
 import json
 import stat
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from deadly import Deadly, Endless
+from deadly import Deadly, Slow, turns_of
 from episode_fakes import answer
 from media_files import model_folder, photo, recipe_of, source, tokenizer
 from roles.role_fakes import config
 
 from relax_hpc.bus.shards.encode import from_columns, to_columns
 from relax_hpc.config.prompts import PromptsConfig
+from relax_hpc.environments import turn_media
 from relax_hpc.environments.base import Outcome
 from relax_hpc.environments.record import Record, record_of
-from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.media import wire, workers
+from relax_hpc.errors import ConfigError, MediumError, RelaxError
+from relax_hpc.media import wire
 from relax_hpc.media.canonical import canonical, measured
 from relax_hpc.media.expand import Span
 from relax_hpc.media.recipe import read_recipe
-from relax_hpc.media.workers import MediaWorkers
+from relax_hpc.media.spool import View
+from relax_hpc.media.workers import Decoders, MediaWorkers, Prepared
+from relax_hpc.prompts.media_tokens import MediaTokens
 from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.source import PromptSource
+from relax_hpc.roles.rollout.build import heldout_shares
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
+from relax_hpc.roles.rollout.loop import Task
+from relax_hpc.roles.rollout.prompt_check import Sources
 from relax_hpc.schema import MediaKind
 
 TEMPLATE = (
@@ -48,7 +55,9 @@ def prompts(tmp_path):
     settings = PromptsConfig(train=tmp_path / "x.jsonl", media={"image_tokens": [1, 64]})
     recipe = read_recipe(model_folder(tmp_path / "model", "qwen3_vl"), settings.media)
     records = Records(settings.mixture, settings)
-    return PromptSource(records, tokens, shuffle_seed=None, settings=settings, recipe=recipe)
+    return PromptSource(
+        records, tokens, shuffle_seed=None, settings=settings, media=MediaTokens(recipe, tokens)
+    )
 
 
 class Engine:
@@ -83,7 +92,8 @@ def group_of(prompts, engine, spool, *more, records=None):
     settings = config(rollout__samples_per_prompt=3)
 
     async def run():
-        async with MediaWorkers(prompts._media.recipe, 2, spool) as workers:
+        media = prompts.media_tokens
+        async with MediaWorkers(media.recipe, media.decoders, spool) as workers:
             made = Episodes(
                 settings, Talk(*more), engine, prompts.conversation, None,
                 max_tokens=1000, workers=workers, media_tokens=prompts.media_tokens,
@@ -91,6 +101,7 @@ def group_of(prompts, engine, spool, *more, records=None):
             grouper = Grouper(settings, prompts, made)
             grouper.running = {} if records is None else {0: records}
             group = await grouper(0, 0)
+            assert not grouper.running and not grouper.asked
             await asyncio.sleep(0)
             return group, [path for path in spool.rglob("*") if path.is_file()]
 
@@ -253,6 +264,56 @@ def test_a_medium_that_cannot_be_decoded_is_named_and_leaves_nothing(prompts, tm
     assert list(spool.iterdir()) == []
 
 
+def shown_as(kind, monkeypatch):
+    """Makes all media of rows and of environments such ones."""
+    read, added = Records.__getitem__, turn_media.added_by
+
+    def row(records, index):
+        record = read(records, index)
+        return record._replace(media=tuple(kind(*each) for each in record.media))
+
+    monkeypatch.setattr(Records, "__getitem__", row)
+    monkeypatch.setattr(
+        turn_media, "added_by", lambda *given: tuple(kind(*each) for each in added(*given))
+    )
+
+
+def test_the_loop_turns_while_headers_of_prompts_and_of_turns_are_read(
+    prompts, tmp_path, monkeypatch
+):
+    data, before = photo(64, 64, seed=7), prompts[0]
+    shown_as(Slow, monkeypatch)
+    media = prompts.media_tokens
+    message = {"role": "user", "content": said("?", image={"bytes": data})}
+
+    async def run():
+        async with MediaWorkers(media.recipe, media.decoders, tmp_path) as workers:
+            turns, prompt = await turns_of(prompts.asked(0))
+            assert turns > 20 and prompt.token_ids == before.token_ids
+            assert [each.facts for each in prompt.measured] == [m.facts for m in before.measured]
+            monkeypatch.setattr(workers, "prepared", lambda *_: prepared())
+            async with turn_media.TurnMedia(media, workers, prompts._settings) as more:
+                given = turn_media.Given([1]), "x.jsonl, line 1", [message], "<|image_pad|>"
+                turns, found = await turns_of(more.added(*given))
+                assert turns > 20 and len(found.token_ids) == 1 + 4
+            heldout = Sources(prompts, {"heldout": prompts})
+            shares = heldout_shares(config(eval__heldout__num_prompts=1), Task(0, 1), heldout)
+            turns, found = await turns_of(shares)
+            assert turns > 20 and [each.index for each in found["heldout"]] == [0]
+
+    @asynccontextmanager
+    async def prepared():
+        yield Prepared((), View((), ()))
+
+    asyncio.run(run())
+
+
+def test_a_header_that_ends_its_process_ends_the_group_by_its_name(prompts, tmp_path, monkeypatch):
+    shown_as(Deadly, monkeypatch)
+    with pytest.raises(MediumError, match=r"x.jsonl, line 1: image 1 \(a.png\): ends the process"):
+        group_of(prompts, Engine(), tmp_path)
+
+
 @pytest.fixture
 def recipe(tmp_path):
     return recipe_of(tmp_path, "qwen3_vl", image_tokens=[1, 64])
@@ -263,7 +324,7 @@ def test_files_of_the_spool_are_private_shared_and_end_with_who_looks(recipe, tm
     medium = measured(source(photo(64, 96)), recipe)
 
     async def run():
-        async with MediaWorkers(recipe, 1, tmp_path) as workers:
+        async with MediaWorkers(recipe, Decoders(1), tmp_path) as workers:
             async with workers.prepared([medium], []) as outer:
                 async with workers.prepared([medium, medium], []) as inner:
                     [one, two] = inner.view.media
@@ -285,7 +346,7 @@ def test_who_is_cancelled_while_media_are_decoded_leaves_no_file(recipe, tmp_pat
     spool.mkdir()
 
     async def run():
-        async with MediaWorkers(recipe, 1, spool) as workers:
+        async with MediaWorkers(recipe, Decoders(1), spool) as workers:
 
             async def look():
                 async with workers.prepared([medium] * 3, []):
@@ -302,67 +363,12 @@ def test_who_is_cancelled_while_media_are_decoded_leaves_no_file(recipe, tmp_pat
     asyncio.run(run())
 
 
-def test_a_medium_that_kills_its_decoder_is_named_and_others_are_decoded(
-    recipe, tmp_path, monkeypatch
-):
-    """A worker that dies takes the pool with it: whoever was decoded beside is done again. Those
-    who waited go on in one new pool, for there may be hundreds of them."""
-    pools = []
-
-    def new_pool(size):
-        pools.append(size)
-        return a_pool(size)
-
-    a_pool = workers.new_pool
-    monkeypatch.setattr(workers, "new_pool", new_pool)
-    good = measured(source(photo(64, 96)), recipe)
-    bad = measured(source(photo(64, 96, seed=9)), recipe)
-    bad = bad._replace(source=Deadly(*bad.source))
-
-    async def run():
-        async with MediaWorkers(recipe, 1, tmp_path) as looks:
-
-            async def look(medium):
-                async with looks.prepared([medium], []) as made:
-                    return made.view.media[0].digest
-
-            return await asyncio.gather(
-                *(look(each) for each in (bad, good, good, good)), return_exceptions=True
-            )
-
-    [error, *digests] = asyncio.run(run())
-    assert isinstance(error, ConfigError)
-    assert "x.jsonl, line 3: image 1: ends the process that decodes it" in str(error)
-    assert digests == [canonical(good, recipe).digest] * 3
-    assert pools == [1, 1, 1], "all, the one that kills, all"
-
-
-def test_a_medium_that_is_never_done_is_named_and_others_are_decoded(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "LONGEST_S", 4)
-    good = measured(source(photo(64, 96)), recipe)
-    endless = good._replace(source=Endless(*good.source))
-
-    async def run():
-        async with (
-            MediaWorkers(recipe, 1, tmp_path) as looks,
-            looks.prepared([good], []),
-            asyncio.timeout(200),
-        ):
-            with pytest.raises(ConfigError, match=r"line 3: image 1: ends .* or keeps it for more"):
-                async with looks.prepared([endless], []):
-                    pytest.fail("it is never done")
-            async with looks.prepared([good], []) as made:
-                return made.view.media[0].digest
-
-    assert asyncio.run(run()) == canonical(good, recipe).digest
-
-
 def test_a_view_is_the_same_after_the_wire_and_other_texts_are_refused(recipe, tmp_path):
     medium = measured(source(photo(64, 96)), recipe)
 
     async def run():
         async with (
-            MediaWorkers(recipe, 1, tmp_path) as workers,
+            MediaWorkers(recipe, Decoders(1), tmp_path) as workers,
             workers.prepared([medium], [Span(0, 4, 6)]) as made,
         ):
             sent = wire.view_of(wire.text_of(made.view, 7))
@@ -382,7 +388,7 @@ def test_the_bus_gets_arrays_where_the_job_says_so(recipe, tmp_path):
 
     async def run():
         async with (
-            MediaWorkers(recipe, 1, tmp_path, "canonical") as workers,
+            MediaWorkers(recipe, Decoders(1), tmp_path, "canonical") as workers,
             workers.prepared([medium], []) as made,
         ):
             return made.media[0], made.view.media[0].digest

@@ -19,6 +19,7 @@ from relax_hpc.demo.warm_start import Outcome, _loss, accuracy
 from relax_hpc.media.canonical import canonical
 from relax_hpc.media.patches import patches
 from relax_hpc.media.recipe import read_recipe
+from relax_hpc.prompts.media_tokens import MediaTokens
 from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.source import PromptSource
 
@@ -110,7 +111,7 @@ def test_transformers_answers_a_prompt_of_the_task_and_its_image(made):
     tokens = AutoTokenizer.from_pretrained(folder / "model")
     source = PromptSource(
         Records(settings.mixture, settings), tokens, shuffle_seed=None, settings=settings,
-        recipe=recipe,
+        media=MediaTokens(recipe, tokens),
     )  # fmt: skip
     model = KINDS[kind].from_pretrained(folder / "model")
     prompt = source.prompt(0)

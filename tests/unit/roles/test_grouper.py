@@ -27,7 +27,7 @@ RESPONSES = [
 
 
 class Prompts:
-    def __getitem__(self, ordinal):
+    async def asked(self, ordinal):
         assert ordinal == 5
         return PROMPT
 

@@ -38,7 +38,7 @@ def settings(tmp_path, **more):
 class Epochs:
     """Rows in the order of the file, epoch after epoch."""
 
-    def __getitem__(self, guid):
+    async def asked(self, guid):
         return Prompt(guid % ROWS, [7, guid % ROWS], str(guid % ROWS))
 
 

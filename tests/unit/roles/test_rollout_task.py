@@ -46,7 +46,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
         def __len__(self):
             return 4
 
-        def __getitem__(self, index):
+        async def asked(self, index):
             return f"{self.path} {index}"
 
     class Sampler:
@@ -83,7 +83,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     ending = SimpleNamespace(is_near=lambda: False)
     parts = own, sources, producer, Events(), ending, Idle(None)
     asyncio.run(rollout_task._loop(settings, paths, 1, *parts))
-    each = {"settings": settings.prompts, "recipe": None}
+    each = {"settings": settings.prompts, "media": None}
     assert journal == [
         ("train", each | {"shuffle_seed": 5}),
         ("heldout", each | {"shuffle_seed": None}),
@@ -91,7 +91,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     ]
     assert given["task"] == Task(1, 3)
     group, evaluator = given["group"], given["evaluator"]
-    assert group._prompts[1] == "train 1"
+    assert asyncio.run(group._prompts.asked(1)) == "train 1"
     assert evaluator._shares == {"heldout": ["heldout 1"]}  # of three; a task has every third
     assert (given["engines"], given["producer"]) == ("the sampler", "the producer")
     assert (group._episodes.how(0.5).max_tokens, evaluator._episodes.how(0.5).max_tokens) == (

@@ -105,10 +105,10 @@ def task(run, engine, *, environment=None, ends=None, **further):
     parts = episode_fakes.episodes(
         made, engine, lambda *_: 1.0, environment=environment, conversation=Conversation()
     )
-    group = Grouper(made, prompts, parts)
+    group = Grouper(made, episode_fakes.Prompts(prompts), parts)
     provenance = {MODEL: digest_of(made.model.path)}
     with Producer(run.bus, "rollout-0", provenance) as producer:
-        unfinished = Unfinished(made, prompts, group, producer, events)
+        unfinished = Unfinished(made, group, producer, events)
         evaluator = episode_fakes.Evaluator(
             made, {"heldout": []}, parts, events, episode_fakes.Board(is_over=True)
         )
@@ -214,6 +214,19 @@ def test_what_was_gone_on_with_too_often_is_sampled_from_its_beginning(run, most
     assert said["num_dropped"] == num_tokens * again
     assert said["num_tokens"] == num_tokens * (1 - again)
     assert {held == [] for _, held, _ in engine.asked} == {bool(again)}
+
+
+def test_what_nobody_has_gone_on_with_is_kept_as_it_was(run):
+    """No engine came before the next end: the prompts are not asked for, and no token is lost."""
+    _, kept, _ = task(run, Engine(stops_at=4), ends=announce(run))
+    forget(run)
+    engine = Engine(version=None)
+    events, again, group = task(run, engine, ends=announce(run))
+    assert engine.asked == [] and group.asked == {}
+    assert events.of("unfinished")[0]["num_groups"] == 1, "the other was not the next one"
+    for guid, rows in kept.items():
+        for row, before in zip(again[guid], rows, strict=True):
+            assert row.token_ids.tolist() == before.token_ids.tolist()
 
 
 def test_a_turn_that_was_over_is_not_sampled_again(run):

@@ -1,0 +1,169 @@
+"""Processes in which media are read and decoded: whoever ends one is named, and harms nobody."""
+
+import asyncio
+import multiprocessing
+import time
+
+import pytest
+from deadly import Deadly, Endless, Later, Once, Slow, turns_of
+from media_files import photo, recipe_of, source
+
+from relax_hpc.errors import ConfigError, MediumError
+from relax_hpc.media import workers
+from relax_hpc.media.canonical import canonical, measured, measured_all
+from relax_hpc.media.workers import Decoders, MediaWorkers
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return recipe_of(tmp_path, "qwen3_vl", image_tokens=[1, 64])
+
+
+@pytest.fixture
+def decoders():
+    with Decoders(2) as made:
+        yield made
+
+
+def children():
+    return {child.pid for child in multiprocessing.active_children()}
+
+
+def test_nothing_is_started_before_a_medium_comes(recipe):
+    before = children()
+    with Decoders(2) as decoders:
+        assert decoders.headers([], recipe).result() == ()
+        assert children() == before
+        decoders.headers([source(photo())], recipe).result()
+        assert len(children() - before) == 1, "one medium needs one process"
+    deadline = time.monotonic() + 20
+    while children() != before:
+        assert time.monotonic() < deadline, "they end with the block"
+        time.sleep(0.05)
+
+
+def test_headers_are_those_of_the_media_in_order_and_the_first_error_is_raised(recipe, decoders):
+    """The first one takes longest, so the second's error is there before the first's."""
+    first, second = source(photo(64, 96)), source(photo(32, 64))
+    slow = Slow(*first)
+    found = decoders.headers([slow, second], recipe).result()
+    assert found == tuple(
+        replace_source(each, given)
+        for each, given in zip(measured_all([first, second], recipe), (slow, second), strict=True)
+    )
+    for place, media in enumerate(([Slow(*source(b"")), source(b"BM")], [second, source(b"BM")])):
+        with pytest.raises(MediumError, match=("is empty", "is BMP")[place]):
+            decoders.headers(media, recipe).result()
+        with pytest.raises(MediumError, match=("is empty", "is BMP")[place]):
+            asyncio.run(awaited(decoders, media, recipe))
+
+
+def replace_source(medium, given):
+    return medium._replace(source=given)
+
+
+async def awaited(decoders, media, recipe):
+    return await decoders.headers(media, recipe)
+
+
+def test_the_event_loop_turns_while_headers_are_read(recipe, decoders):
+    reading = awaited(decoders, [Slow(*source(photo()))], recipe)
+    turns, [medium] = asyncio.run(turns_of(reading))
+    assert turns > 20 and medium.facts.height == 60
+
+
+def test_a_header_that_ends_its_process_is_named_and_those_beside_it_are_read(recipe, decoders):
+    good, bad = source(photo()), Deadly(*source(photo(), "video"))
+    jobs = [decoders.headers([each], recipe) for each in (good, bad, good, good)]
+    for number, job in enumerate(jobs):
+        if number != 1:
+            assert job.result() == measured_all([good], recipe)
+    with pytest.raises(MediumError, match="line 3: video 1: ends the process that decodes it"):
+        jobs[1].result()
+
+
+def test_who_is_ended_by_somebody_else_is_read_again(recipe, decoders, tmp_path):
+    (tmp_path / "a.png").write_bytes(photo())
+    once = Once(*source(None))._replace(path=tmp_path / "a.png")
+    [medium] = decoders.headers([once], recipe).result()
+    assert medium.facts.height == 60 and (tmp_path / "a.times").read_text() == ".."
+
+
+def test_a_header_that_is_never_read_is_named(recipe, decoders, monkeypatch):
+    monkeypatch.setattr(workers, "LONGEST_S", 4)
+    decoders.headers([source(photo())], recipe).result()
+    with pytest.raises(MediumError, match=r"line 3: image 1: ends .* or keeps it for more"):
+        decoders.headers([Endless(*source(photo()))], recipe).result()
+
+
+def test_headers_that_nobody_waits_for_any_more_are_not_read(recipe):
+    with Decoders(1) as decoders:
+        slow = decoders.headers([Slow(*source(photo()))], recipe)
+        rest = decoders.headers([Slow(*source(photo()))] * 50, recipe)
+        begun = time.perf_counter()
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(rest, 0.1))
+        slow.result()
+        decoders.headers([source(photo())], recipe).result()
+        assert time.perf_counter() - begun < 30, "fifty of them take fifty seconds"
+
+
+def test_a_medium_that_kills_its_decoder_is_named_and_others_are_decoded(recipe, tmp_path):
+    good = measured(source(photo(64, 96)), recipe)
+    bad = good._replace(source=Deadly(*good.source))
+
+    async def run(decoders):
+        async with MediaWorkers(recipe, decoders, tmp_path) as looks:
+
+            async def look(medium):
+                async with looks.prepared([medium], []) as made:
+                    return made.view.media[0].digest
+
+            return await asyncio.gather(
+                *(look(each) for each in (bad, good, good, good)), return_exceptions=True
+            )
+
+    with Decoders(1) as decoders:
+        [error, *digests] = asyncio.run(run(decoders))
+    assert isinstance(error, ConfigError)
+    assert "x.jsonl, line 3: image 1: ends the process that decodes it" in str(error)
+    assert digests == [canonical(good, recipe).digest] * 3
+
+
+def test_a_medium_that_is_never_done_is_named_and_others_are_decoded(
+    recipe, decoders, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(workers, "LONGEST_S", 4)
+    good = measured(source(photo(64, 96)), recipe)
+    endless = good._replace(source=Endless(*good.source))
+
+    async def run():
+        async with (
+            MediaWorkers(recipe, decoders, tmp_path) as looks,
+            looks.prepared([good], []),
+            asyncio.timeout(200),
+        ):
+            with pytest.raises(ConfigError, match=r"line 3: image 1: ends .* or keeps it for more"):
+                async with looks.prepared([endless], []):
+                    pytest.fail("it is never done")
+            async with looks.prepared([good], []) as made:
+                return made.view.media[0].digest
+
+    assert asyncio.run(run()) == canonical(good, recipe).digest
+
+
+def test_what_a_process_that_was_ended_had_written_is_written_again(recipe, decoders, tmp_path):
+    (tmp_path / "a.png").write_bytes(photo())
+    medium = measured(source(None)._replace(path=tmp_path / "a.png"), recipe)
+    medium = medium._replace(source=Later(*medium.source))
+
+    async def run():
+        async with (
+            MediaWorkers(recipe, decoders, tmp_path) as looks,
+            looks.prepared([medium], []) as made,
+        ):
+            return made.view.media[0].digest
+
+    digest = asyncio.run(run())
+    assert (tmp_path / "a.times").read_text() == "...."
+    assert digest == canonical(medium, recipe).digest
