@@ -14,13 +14,17 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from relax_hpc import user_files
-from relax_hpc.algorithms import table
+from relax_hpc.algorithms.algorithm import unknown_setting
+from relax_hpc.config.keys import keys_of
 from relax_hpc.config.moved import ELSEWHERE, refusal
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError, shown
 from relax_hpc.records import read_bytes
-from relax_hpc.sections import WholeJob
+from relax_hpc.sections import Resources, WholeJob
+
+_FEW = 2
+"""Keys of one name in other sections that are told."""
 
 
 def load(job: Path, overrides: Sequence[str] = ()) -> JobConfig:
@@ -64,7 +68,7 @@ def validate(tree: dict[str, Any], *, source: str) -> JobConfig:
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        lines = _explain(error, kind)
+        lines = _explain(error, tree)
         raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from error
 
 
@@ -85,7 +89,7 @@ def read_resolved(path: Path) -> JobConfig:
     except FileNotFoundError:
         raise ConfigError(f"{path.parent}: is not a run directory (no {path.name})") from None
     except ValidationError as error:
-        reason = next(_explain(error, _kind(tree)))
+        reason = next(_explain(error, tree))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         reason = str(error)
     raise ConfigError(
@@ -135,13 +139,13 @@ def _merge(base: dict[str, Any], overlay: dict[str, Any]) -> None:
             base[key] = value
 
 
-def _explain(error: ValidationError, kind: type[JobConfig]) -> Iterator[str]:
+def _explain(error: ValidationError, tree: dict[str, Any]) -> Iterator[str]:
     for item in error.errors():
         key = ".".join(map(str, item["loc"]))
         if answer := refusal(item["loc"]):
             yield f"{key} = {shown(item['input'])}: {answer}"
         elif item["type"] == "extra_forbidden":
-            yield f"{key} = {shown(item['input'])}: {_unknown(item['loc'], kind)}"
+            yield f"{key} = {shown(item['input'])}: {_unknown(item['loc'], tree)}"
         elif item["type"] == "missing":
             yield f"{key}: is required; add it to the job"
         elif item["type"] == "value_error":
@@ -153,19 +157,25 @@ def _explain(error: ValidationError, kind: type[JobConfig]) -> Iterator[str]:
             yield f"{key} = {shown(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
-def _unknown(loc: tuple[int | str, ...], kind: type[JobConfig]) -> str:
+def _unknown(loc: tuple[int | str, ...], tree: dict[str, Any]) -> str:
+    kind = _kind(tree)
     if kind is SftRunConfig and loc[0] in RunConfig.model_fields:
         return "a job with [sft] has no rollout and does not take it; remove it, or [sft]"
     if "resources" in loc[1:] and loc[-1] in WholeJob.model_fields:
         return f"is of the whole job; set resources.{loc[-1]}"
+    if loc[0] == "resources" and loc[-1] in Resources.model_fields:
+        return f"is of one component; set actor.resources.{loc[-1]}, or that of another one"
     if here := ELSEWHERE.get(str(loc[-1])):
         return f"unknown key; here it is {here}"
+    if loc[0] == "algorithm" and len(loc) > 2:
+        return f"unknown key; {unknown_setting(tree['algorithm'], str(loc[1]), str(loc[-1]))}"
     return f"unknown key{_nearest(loc, kind)}"
 
 
-def _nearest(loc: tuple[int | str, ...], section: type[BaseModel]) -> str:
+def _nearest(loc: tuple[int | str, ...], kind: type[JobConfig]) -> str:
+    section: type[BaseModel] = kind
     path = iter(loc[:-1])
-    for part in path if loc[:1] != ("algorithm",) or len(loc) < 3 else ():
+    for part in path:
         annotation = section.model_fields[str(part)].annotation
         if get_origin(annotation) is dict:  # tables by name: [eval.NAME]
             next(path)
@@ -174,10 +184,12 @@ def _nearest(loc: tuple[int | str, ...], section: type[BaseModel]) -> str:
         section = annotation
     prefix = "".join(f"{part}." for part in loc[:-1])
     known = list(section.model_fields)
-    if loc[0] == "algorithm" and len(loc) > 2:
-        known = [name for each in table.PARTS[str(loc[1])] for name in each.model_fields]
     if section is RunConfig:
         known.append("sft")
     if close := difflib.get_close_matches(str(loc[-1]), known, n=1):
         return f"; did you mean {prefix}{close[0]}?"
+    same = [key.name for key in keys_of(kind) if key.name.endswith(f".{loc[-1]}")]
+    near = [key for key in same if key.startswith(f"{loc[0]}.")] or same
+    if 1 <= len(near) <= _FEW:
+        return f"; here it is {' or '.join(near)}"
     return f"; {prefix.rstrip('.') or 'a job'} takes {', '.join(known)}"

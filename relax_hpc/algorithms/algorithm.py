@@ -1,7 +1,7 @@
 """The section [algorithm] of a job: a preset, and what of it is otherwise."""
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, reduce
 from operator import or_
 from typing import Annotated, Any
@@ -60,11 +60,7 @@ class Algorithm(Section):
     @model_validator(mode="before")
     @classmethod
     def _begin_with_the_preset(cls, given: Any) -> Any:  # noqa: ANN401
-        if not isinstance(given, dict):
-            return given
-        preset = given.get("preset", presets.DEFAULT)
-        known = preset if isinstance(preset, str) and preset in presets.PRESETS else presets.DEFAULT
-        return presets.merged(presets.tables_of(known), given)
+        return with_preset(given) if isinstance(given, dict) else given
 
     @property
     def parts(self) -> Iterator[tuple[str, Part]]:
@@ -94,6 +90,39 @@ class Algorithm(Section):
             if ":" in part.name
         }
         return self.model_copy(update=own)
+
+
+def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that a job gives, and what its preset says besides."""
+    preset = given.get("preset", presets.DEFAULT)
+    known = preset if isinstance(preset, str) and preset in presets.PRESETS else presets.DEFAULT
+    return presets.merged(presets.tables_of(known), given)
+
+
+def unknown_setting(given: Mapping[str, Any], part: str, setting: str) -> str:
+    """Says of a setting that the part of a table does not have which one is near, or which parts
+    have it.
+
+    Args:
+        given: keys of the section [algorithm], as a job has them.
+        part: table that the setting stands in.
+        setting: key in that table.
+    """
+    name = with_preset(given)[part]["name"]
+    here = table.class_of(part, name)
+    assert here, f"{name} was found before its settings were read"
+    dotted = f"algorithm.{part}"
+    if close := difflib.get_close_matches(setting, here.model_fields, n=1):
+        return f"did you mean {dotted}.{close[0]}?"
+    others = dict(table.names_of(part))
+    elsewhere = {key for each in others.values() for key in each.model_fields}
+    if near := difflib.get_close_matches(setting, elsewhere, n=1):
+        owners = [other for other, each in others.items() if near[0] in each.model_fields]
+        return (
+            f"{near[0]} is of {' and '.join(owners)}, and here {dotted}.name = {name!r}; set that, "
+            "or another algorithm.preset"
+        )
+    return f"{dotted} takes {', '.join(here.model_fields)}"
 
 
 def algorithm_of(**tables: Any) -> Algorithm:  # noqa: ANN401

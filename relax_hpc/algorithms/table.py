@@ -110,17 +110,28 @@ def part_of(table: str, value: Any) -> Any:  # noqa: ANN401
     """
     if not isinstance(value, dict) or "name" not in value:
         return value
-    name, known = value["name"], dict(names_of(table))
-    if name in known:
-        return known[name].model_validate(value)
-    if isinstance(name, str) and ":" in name and table in OWN:
-        try:
-            return plugin.load(name, OWN[table]).model_validate(value)
-        except plugin.PluginError as error:
-            raise _of_name(table, name, str(error)) from error
+    name = value["name"]
+    try:
+        part = class_of(table, name)
+    except plugin.PluginError as error:
+        raise _of_name(table, name, str(error)) from error
+    if part:
+        return part.model_validate(value)
+    known = dict(names_of(table))
     close = difflib.get_close_matches(str(name), known, n=1)
     hint = f"did you mean {close[0]}?" if close else f"use {', '.join(known)}"
     raise _of_name(table, name, f"there is no {table} of that name; {hint}")
+
+
+def class_of(table: str, name: object) -> type[Part] | None:
+    """The part of a table that has this name, which may be the user's own; None if there is none.
+
+    Raises:
+        PluginError: of the user's own one, what is wrong with it.
+    """
+    if isinstance(name, str) and ":" in name and table in OWN:
+        return plugin.load(name, OWN[table])
+    return next((part for known, part in names_of(table) if known == name), None)
 
 
 def _of_name(table: str, name: object, said: str) -> ValidationError:

@@ -74,6 +74,11 @@ MISTAKES = [
     ({"loss": {"name": "ip0"}}, {}, "algorithm.loss.name = 'ip0': there is no loss of that name"),
     ({"loss": {"epz": 1}}, {}, "algorithm.loss.epz = 1: unknown key; did you mean algorithm"),
     ({"loss": {"eps": -1}}, {}, "algorithm.loss.eps = -1: "),
+    ({"loss": {"clip_high": 1}}, {}, "algorithm.loss.clip_high = 1: unknown key; clip_high is of "
+     "ppo_clip and gspo, and here algorithm.loss.name = 'ipo'; set that, or another algorithm.pre"),
+    ({"preset": "dapo", "loss": {"low": 1}}, {}, "low is of icepop, and here algorithm.loss.nam"),
+    ({"loss": {"foo": 1}}, {}, "foo = 1: unknown key; algorithm.loss takes name, anchor, eps, dri"),
+    ({"entropy": {"targt": 1}}, {}, "target is of adaptive, and here algorithm.entropy.name = 'fi"),
     ({"los": {"eps": 1}}, {}, "unknown key; did you mean algorithm.loss?"),
     (OLD, LAG, "every ratio is 1, ipo bounds nothing, and it is a plain policy gradient on"),
     ({"correction": {"name": "tis"}}, {}, "importance would count twice; set correction.name"),
