@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from relax_hpc.config.prompts import PromptsConfig, SourceConfig
-from relax_hpc.errors import ConfigError, shown
+from relax_hpc.errors import ConfigError, MediumError, shown
 from relax_hpc.prompts import rows
 from relax_hpc.prompts.files import Joined, open_rows, paths_of
 from relax_hpc.prompts.order import Source, grades_of
@@ -19,6 +19,8 @@ from relax_hpc.prompts.rows import Row
 MOST_READ = 200_000
 """Rows that are read where a run is submitted."""
 _STRETCHES = 64
+_SURELY_ALL = 1000
+"""Rows at the begin, of which none can be used, after which no further one is read."""
 
 
 class _AnswerError(ConfigError):
@@ -120,11 +122,11 @@ class Records:
         """Reads every row; of very many, stretches that lie evenly.
 
         Raises:
-            ConfigError: one cannot be used, and may not be skipped; of answers that no response
-                could have, it says how many there are.
+            ConfigError: one cannot be used, and may not be skipped; says how many there are, unless
+                all are so.
         """
         self._read, self._sizes = _stretches(len(self), MOST_READ), array("q")
-        num_wrong, first = 0, None
+        num_wrong, first, what = 0, None, "answers"
         for index in chain(*self._read):
             size = 0
             try:
@@ -132,14 +134,16 @@ class Records:
             except ConfigError as error:
                 if self._skips:
                     self._bad[index] = error
-                elif isinstance(error, _AnswerError):
-                    num_wrong, first = num_wrong + 1, first or error
-                else:
+                elif isinstance(error, MediumError):
                     raise
+                else:
+                    num_wrong, first = num_wrong + 1, first or error
+                    what = what if isinstance(error, _AnswerError) else "rows"
             self._sizes.append(size)
+            if num_wrong == len(self._sizes) == _SURELY_ALL:
+                break
         if first:
-            count = f"{num_wrong:,} of {len(self._sizes):,} answers are so"
-            raise ConfigError(f"{first} ({count if num_wrong > 1 else 'the only one'})")
+            raise ConfigError(f"{first}{_counted(num_wrong, len(self._sizes), what)}")
 
     def sample(self, count: int) -> list[int]:
         """Chooses as `rows.sample`, of those that were read."""
@@ -154,6 +158,16 @@ def _opened(name: str, paths: Sequence[Path]) -> rows.Rows:
         if not name:
             raise
         raise ConfigError(f"source {name}: {error}") from None
+
+
+def _counted(num_wrong: int, num_rows: int, what: str) -> str:
+    """Says how many rows cannot be used, and what leaves them out where others can."""
+    if num_wrong == num_rows:
+        return ""
+    count, them = f"{num_wrong:,} of {num_rows:,} {what} are so", "them"
+    if num_wrong == 1:
+        count, them = f"the only one of {num_rows:,}", "it"
+    return f' ({count}; prompts.bad_rows = "skip" leaves {them} out)'
 
 
 def _stretches(count: int, most: int) -> list[range]:

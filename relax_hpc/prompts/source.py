@@ -274,10 +274,11 @@ class PromptSource:
         if not count:
             raise ConfigError(f"{where}: the prompt makes no tokens; write another, or remove it")
         if count > self._settings.max_prompt_tokens:
+            skip = '; prompts.bad_rows = "skip" leaves such lines out'
             raise ConfigError(
                 f"{where}: the prompt has {count} tokens{found.counted()}, "
                 f"prompts.max_prompt_tokens = {self._settings.max_prompt_tokens}; raise it, or "
-                "remove the line"
+                f"remove the line{skip * (self._settings.bad_rows == 'error')}"
             )
         return found
 

@@ -62,10 +62,30 @@ def test_an_answer_that_the_reward_can_never_match_is_refused_with_line_and_coun
     assert said == (
         f"prompts.train: {Path('train.jsonl').absolute()}, line 3: answer = {answer!r}: can never "
         "be matched; with reward.name = 'boxed_number' write a plain number, like 75, -0.5 or "
-        "1,000, or remove the line (2 of 6 answers are so)"
+        "1,000, or remove the line (2 of 6 answers are so; "
+        'prompts.bad_rows = "skip" leaves them out)'
     )
     any_answer = ("--set", "reward.name=random", "--set", "prompts.max_prompt_tokens=2")
     assert "prompts.max_prompt_tokens" in refused("submit", "job.toml", "--local", *any_answer)
+
+
+def test_how_many_rows_cannot_be_used_is_said_and_what_leaves_them_out(refused):
+    said = {}
+    bad = json.dumps({"prompt": [], "answer": "2"})
+    for name, lines in {
+        "one": [GOOD, bad, GOOD],
+        "some": [GOOD, bad, "no JSON", json.dumps({"prompt": "x", "answer": "two"}), GOOD],
+        "all": [bad] * 2,
+        "far too many": [bad] * 3000 + [GOOD],
+    }.items():
+        Path("train.jsonl").write_text("\n".join(lines))
+        said[name] = refused("check", "job.toml", "--local")
+    assert said["one"].endswith('(the only one of 3; prompts.bad_rows = "skip" leaves it out)')
+    assert said["some"].endswith('(3 of 5 rows are so; prompts.bad_rows = "skip" leaves them out)')
+    assert "bad_rows" not in said["all"] and "bad_rows" not in said["far too many"]
+    Path("train.jsonl").write_text(GOOD)
+    long = refused("check", "job.toml", "--local", "--set", "prompts.max_prompt_tokens=2")
+    assert long.endswith('or remove the line; prompts.bad_rows = "skip" leaves such lines out')
 
 
 @pytest.mark.parametrize("answer", ["75", " 75 ", "-0.5", "+1,000", "1,000,000.25", "007"])
