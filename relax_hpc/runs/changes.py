@@ -5,9 +5,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from relax_hpc.config.run import JobConfig
-from relax_hpc.errors import ConfigError, shown
+from relax_hpc.errors import CheckpointError, ConfigError, shown
 from relax_hpc.job_file import with_overrides
 from relax_hpc.launch.placement import place
+from relax_hpc.paths import RunPaths
 from relax_hpc.sections import Resources
 
 _FREE = re.compile(
@@ -37,7 +38,19 @@ def changed(config: JobConfig, overrides: Sequence[str]) -> tuple[JobConfig, lis
     )
     before, after = dict(_flat(tree)), dict(_flat(new.model_dump(mode="json")))
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-    return new, [_allowed(key, before.get(key), after.get(key)) for key in keys]
+    return new, [_allowed(config, key, before.get(key), after.get(key)) for key in keys]
+
+
+def another_run(config: JobConfig) -> str:
+    """Says how another run begins with the policy of this one."""
+    from relax_hpc.checkpoints import store  # seconds, for torch
+
+    said = "submit a run of another name"
+    try:
+        newest = store.find(RunPaths(config.run_dir).checkpoints, None)
+    except CheckpointError:
+        return said
+    return f"{said} that begins with this one's checkpoint: --set model.weights={newest}"
 
 
 def _of_components(config: JobConfig, override: str) -> Iterator[str]:
@@ -50,15 +63,14 @@ def _of_components(config: JobConfig, override: str) -> Iterator[str]:
                 yield f"{component.section}.{override.strip()}"
 
 
-def _allowed(key: str, before: Any, after: Any) -> str:  # noqa: ANN401
+def _allowed(config: JobConfig, key: str, before: Any, after: Any) -> str:  # noqa: ANN401
     said = f"{key}: {shown(before)} -> {shown(after)}"
     if _FREE.fullmatch(key):
         return said
     if key not in _STEPS:
         raise ConfigError(
             f"--set {key}={shown(after)}: would change what is trained, and a run has one job for "
-            "all its steps; submit a run of another name that begins with this one's checkpoint: "
-            "--set model.weights=..."
+            f"all its steps; {another_run(config)}"
         )
     if after is None or before is None or after < before:
         raise ConfigError(

@@ -15,7 +15,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.runs import status
-from relax_hpc.runs.changes import changed
+from relax_hpc.runs.changes import another_run, changed
 from relax_hpc.telemetry.events import Event, read_events
 from relax_hpc.user_files import ORIGIN
 
@@ -52,7 +52,7 @@ def resume(
     was = read_resolved(paths.config)
     config, changes = changed(was, overrides) if overrides else (was, [])
     newest = record.read(paths.root)
-    _check_ended(run_dir, status.launches(newest), ended=ended)
+    _check_ended(run_dir, was, status.launches(newest), ended=ended)
     mode, components = submit.mode_of(local=local), place(config)
     if changes:
         for part in sides(config, components):
@@ -89,14 +89,16 @@ def resume(
         ) from error
 
 
-def _check_ended(run_dir: Path, found: Sequence[status.Launch], *, ended: bool) -> None:
+def _check_ended(
+    run_dir: Path, config: JobConfig, found: Sequence[status.Launch], *, ended: bool
+) -> None:
     if alive := status.alive(run_dir, found, sure=ended):
         raise ConfigError(
             f"{run_dir}: is {alive.state.lower()} as job {alive.record.leader}; "
             f"cancel it first: relax-hpc cancel {run_dir}"
         )
     if any(each.state == "COMPLETED" for each in found):
-        raise ConfigError(f"{run_dir}: is complete; submit a run of another name")
+        raise ConfigError(f"{run_dir}: is complete; {another_run(config)}")
 
 
 def _compare_programs(folder: Path, say: Callable[[str], None]) -> None:

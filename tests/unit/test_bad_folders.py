@@ -91,6 +91,8 @@ def test_weights_to_begin_with_become_absolute_and_are_checked(refused, job):
     known, _ = resolve(load(Path("job.toml"), ["model.weights=mg"]))
     assert isinstance(known, RunConfig) and known.model.weights == job / "mg"
     assert said("nowhere").startswith(f"model.weights = '{job}/nowhere': no such folder; name a ch")
+    Path("run/checkpoints/step_00000012").mkdir(parents=True)
+    assert said("run/checkpoints/step_12").endswith(": no such folder; there are step_00000012")
     assert "is a Hugging Face folder; name a checkpoint" in said("model")
     assert "is no folder; name a checkpoint" in said("train.jsonl")
     Path("mg").mkdir()

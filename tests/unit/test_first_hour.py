@@ -420,6 +420,12 @@ def test_a_run_is_resumed_with_other_resources_and_more_steps_but_trains_the_sam
         answer = cli("resume", "run", "--set", setting, "--local")
         assert said in str(answer.exception), (setting, answer.exception)
     assert json.loads(paths.config.read_text()) == before and run.asked("sbatch") == []
+    (paths.checkpoints / "step_00000030").mkdir(parents=True)
+    weights = f"checkpoint: --set model.weights={paths.checkpoints}/step_00000030"
+    assert str(cli("resume", "run", "--set", "seed=3", "--local").exception).endswith(weights)
+    run.leaves(0)
+    assert str(cli("resume", "run", "--set", "schedule.num_steps=60").exception).endswith(weights)
+    run.leaves(1)
 
     (run.folder / "sinfo").unlink()
     run.refuses("sbatch: error: Batch job submission failed: Invalid account\n")

@@ -75,7 +75,8 @@ def check_first_weights(
         return
     key = f"{section}.weights = {str(folder)!r}"
     remedy = "name a checkpoint: checkpoints/step_... of a run, or what relax-hpc convert made"
-    user_files.check_folder(key, folder, remedy)
+    there = sorted(each.name for each in folder.parent.glob("step_*"))
+    user_files.check_folder(key, folder, f"there are {', '.join(there)}" if there else remedy)
     for name, what in (("run.json", "is a run"), ("config.json", "is a Hugging Face folder")):
         if (folder / name).exists():
             raise ConfigError(f"{key}: {what}; {remedy}")
