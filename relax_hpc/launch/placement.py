@@ -186,6 +186,12 @@ def _check_entry(said: str, entry: str, own: Mapping[str, str]) -> None:
         )
     if re.search(r"[\n\r]", entry):
         raise ConfigError(f"{said}: has more than one line; write one option in each entry")
+    name, _, value = entry.partition("=")
+    is_one_value = value[:1] in ("'", '"') or re.search(r"\s", name)
+    if not is_one_value and re.search(r"\s--[a-z][\w-]*(=|\s|$)", value):
+        raise ConfigError(
+            f"{said}: has several options; write each in an entry of its own, or a value in quotes"
+        )
     for name in _names(entry):
         # The programs take the begin of a long name, too.
         begun = [each for each in own if name and each.startswith(name)]

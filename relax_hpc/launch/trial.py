@@ -26,7 +26,7 @@ _CAUSES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("node name", ("exclude",)),
     ("[Pp]artition", ("partition",)),
     ("license", ("sbatch",)),
-    ("option", ("sbatch",)),
+    ("option|Invalid --", ("sbatch",)),
     ("dependency", ()),
     ("time limit", ("time",)),
     (

@@ -68,6 +68,7 @@ REFUSED = {
     "reservation=maintenance": "reservation = 'maintenance': sbatch: .*reservation is invalid",
     "exclude=n9": "exclude = 'n9': sbatch: Invalid node name specified",
     "sbatch=['--licenses=matlab:1']": "sbatch = .'--licenses=matlab:1'.: sbatch: Invalid license",
+    "sbatch=['--mail-type=ENDS'] cpus_per_task=2": "sbatch = .'--mail-type=ENDS'.: sbatch: Inv",
 }
 
 

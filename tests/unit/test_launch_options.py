@@ -44,6 +44,8 @@ KEY = "actor.resources"
         ({"sbatch": ["#SBATCH --exclusive"]}, "is no option; write each in one entry that begins"),
         ({"sbatch": [""]}, "is no option"),
         ({"srun": ["--cpu-bind", "none"]}, "srun[1] = 'none': is no option"),
+        ({"sbatch": ["--mail-type=END --mail-user=me"]}, "has several options; write each in an"),
+        ({"srun": ["--cpu-bind=none --exact"]}, "has several options; write each in an entry of"),
         ({"sbatch": ["--hold\n#SBATCH --nodes=2"]}, "has more than one line"),
     ],
 )  # fmt: skip
