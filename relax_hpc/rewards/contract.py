@@ -218,7 +218,8 @@ def _line_of(error: Exception) -> str:
 
 def _number(name: str, given: object) -> float:
     if isinstance(given, str) or not hasattr(type(given), "__float__"):
-        raise TypeError(f"gave {repr(given)[:_SHOWN_CHARACTERS]}, which is no number")
+        found = repr(given)[:_SHOWN_CHARACTERS]
+        raise TypeError(f"gave no number, and no {__name__}.{Score.__name__}, but {found}")
     number = float(given)  # type: ignore[arg-type]
     if not abs(number) <= _FLOAT32:
         raise ValueError(f"{name} is {number}")

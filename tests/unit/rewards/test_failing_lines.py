@@ -55,7 +55,7 @@ def lines(tmp_path):
         ("helper", "TypeError: unsupported operand type(s) for /: 'str' and 'int' (helper.py:2)"),
         ("library", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) (mine.py:8)"),
         ("ours", "(mine.py:10)"),
-        ("text", "TypeError: gave '1', which is no number"),
+        ("text", "TypeError: gave no number, and no relax_hpc.rewards.contract.Score, but '1'"),
         ("long", "ValueError: " + "x" * 188 + " (mine.py:14)"),
         ("built", "ZeroDivisionError: division by zero (mine.py:16)"),
     ],
