@@ -50,6 +50,23 @@ def test_tasks_look_at_different_prompts_and_together_at_all(many):
     assert said.startswith("prompts.train: train.jsonl, line 1235: the prompt has ")
 
 
+def test_check_says_where_the_answer_seems_to_be_in_the_prompt(job):
+    asked = [{"role": "user", "content": "1+1="}]
+    given = [*asked, {"role": "assistant", "content": "2"}]
+    write("train.jsonl", [{"prompt": each, "answer": "2"} for each in (asked, given, "1+1=")])
+    config = load(Path("job.toml"))
+    sources = prompt_check.sources_of(
+        config, prompt_check.read(config), tokenizer.load(Path("model"))
+    )
+    [said] = prompt_check.check_sample(config, sources)
+    assert said.startswith("prompts.train: 1 of 3 prompts that were looked at end with what the as")
+    write("train.jsonl", [{"prompt": asked, "answer": "2"}])
+    sources = prompt_check.sources_of(
+        config, prompt_check.read(config), tokenizer.load(Path("model"))
+    )
+    assert prompt_check.check_sample(config, sources) == []
+
+
 def test_a_share_is_measured_against_the_trainer_and_the_model(many):
     write("train.jsonl", [GOOD])
     sources = prompt_check.sources_of(many, prompt_check.read(many), tokenizer.load(Path("model")))

@@ -192,7 +192,8 @@ def check_sample(config: RunConfig, sources: Sources) -> list[str]:
     _check_system(config.prompts.system, sources.train)
     bad = dict(found[sources.train_key].bad)
     rows = [row for row in chosen[sources.train_key] if row not in bad]
-    _check_columns(config.prompts.columns, [sources.train.records[row] for row in rows])
+    records = [sources.train.records[row] for row in rows]
+    _check_columns(config.prompts.columns, records)
     check_lengths(config, {key: each.longest for key, each in found.items()})
     for key, each in found.items():
         if len(each.bad) == every[key].num_rows:
@@ -203,6 +204,12 @@ def check_sample(config: RunConfig, sources: Sources) -> list[str]:
         for key, each in found.items()
         if each.bad
     ]
+    if answered := sum(_is_answered(record) for record in records):
+        said.append(
+            f"{sources.train_key}: {answered:,} of {len(rows):,} prompts that were looked at end "
+            "with what the assistant says, and the policy is asked behind it; remove it if it is "
+            "the answer"
+        )
     rest = left_out(
         list(chosen.values()), [source.records for source in every.values()], "prompts",
         "anything is sampled",
@@ -221,6 +228,10 @@ def _check_system(system: str, source: PromptSource) -> None:
             "prompts.system: the chat template leaves system messages out; write the text into "
             "prompts.user, or use another template"
         )
+
+
+def _is_answered(record: Record) -> bool:
+    return isinstance(record.prompt, list) and record.prompt[-1]["role"] == "assistant"
 
 
 def _check_columns(columns: Columns, records: Sequence[Record]) -> None:
