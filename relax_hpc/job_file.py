@@ -6,6 +6,7 @@ A section [sft] makes it a job of supervised fine-tuning, otherwise it is reinfo
 import difflib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError, shown
 from relax_hpc.records import read_bytes
-from relax_hpc.sections import Resources, WholeJob
+from relax_hpc.sections import NAME, Resources, WholeJob
 
 _FEW = 2
 """Keys of one name in other sections that are told."""
@@ -73,19 +74,21 @@ def validate(tree: dict[str, Any], *, source: str) -> JobConfig:
 
 
 def read_resolved(path: Path) -> JobConfig:
-    """Reads the resolved JSON that `submit` left in a run directory.
+    """Reads the resolved JSON that `submit` left in a run directory, which may have been moved.
 
     Raises:
         ConfigError: it is missing, empty, or not what `submit` wrote; or it is somebody else's and
-            names a program, which would be run here to read it.
+            names a program, which would be run here to read it; or the directory was given a name
+            that no run can have.
     """
     try:
         text = read_bytes(path).decode()
         tree = json.loads(text)
         if not isinstance(tree, dict):
             raise TypeError("it is not a table")
+        tree = _found_at(path.parent.absolute(), tree)
         _check_programs(path, tree)
-        return _kind(tree).model_validate_json(text)
+        return _kind(tree).model_validate_json(json.dumps(tree))
     except FileNotFoundError:
         raise ConfigError(f"{path.parent}: is not a run directory (no {path.name})") from None
     except ValidationError as error:
@@ -96,6 +99,35 @@ def read_resolved(path: Path) -> JobConfig:
         f"{path}: is not the job that submit wrote there ({reason}); restore it, or submit the run "
         "under another name"
     )
+
+
+def _found_at(folder: Path, tree: dict[str, Any]) -> dict[str, Any]:
+    """Returns the job as of the directory in which it was found: one that was moved has another
+    name, and another path of whatever lies in it."""
+    was = Path(str(tree.get("run_root", folder.parent)), str(tree.get("name", folder.name)))
+    try:
+        if was == folder or was.samefile(folder):
+            return tree
+    except OSError:  # there is none any more, or none that can be seen from here
+        pass
+    while folder.is_symlink():
+        folder = folder.parent / folder.readlink()
+    if not re.fullmatch(NAME, folder.name):
+        raise ConfigError(
+            f"{folder}: is no name of a run, which has letters, digits, dots, _ and -; rename it"
+        )
+    below, here = f"{was}/", f"{folder}/"
+
+    def moved(value: Any) -> Any:  # noqa: ANN401
+        if isinstance(value, dict):
+            return {key: moved(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [moved(each) for each in value]
+        if isinstance(value, str) and value.startswith(below):
+            return here + value.removeprefix(below)
+        return value
+
+    return {**moved(tree), "run_root": str(folder.parent), "name": folder.name}
 
 
 def _check_programs(path: Path, tree: dict[str, Any]) -> None:

@@ -75,12 +75,12 @@ def read(run_dir: Path) -> LaunchRecord:
     Raises:
         ConfigError: not a run directory, nothing was started in it, or the record is not ours.
     """
-    paths = RunPaths(run_dir)
+    paths = RunPaths(run_dir.absolute())
     try:
         record = read_json(paths.launch_record)
         if record is not None:
-            earlier = tuple(_parse(each) for each in record.get("earlier", ()))
-            return _parse(record, earlier)
+            earlier = tuple(_parse(paths, each) for each in record.get("earlier", ()))
+            return _parse(paths, record, earlier)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{paths.launch_record}: is not what submit wrote there ({_short(error)}); restore "
@@ -88,7 +88,7 @@ def read(run_dir: Path) -> LaunchRecord:
             "with squeue and scancel"
         ) from error
     reason = "has not been submitted" if paths.config.exists() else "is not a run directory"
-    raise ConfigError(f"{run_dir}: {reason} (no {paths.launch_record.relative_to(run_dir)})")
+    raise ConfigError(f"{run_dir}: {reason} (no {paths.launch_record.relative_to(paths.root)})")
 
 
 def write(paths: RunPaths, launched: LaunchRecord, provenance: Mapping[str, Any]) -> None:
@@ -99,9 +99,8 @@ def write(paths: RunPaths, launched: LaunchRecord, provenance: Mapping[str, Any]
 
 def _fields(launched: LaunchRecord) -> dict[str, Any]:
     fields = asdict(replace(launched, earlier=()))
-    fields["components"] = [
-        {**each, "folder": str(each["folder"])} for each in fields["components"]
-    ]
+    for each in fields["components"]:
+        del each["folder"]  # the run may be moved
     del fields["earlier"]
     return fields
 
@@ -110,10 +109,12 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _parse(record: dict[str, Any], earlier: tuple[LaunchRecord, ...] = ()) -> LaunchRecord:
+def _parse(
+    paths: RunPaths, record: dict[str, Any], earlier: tuple[LaunchRecord, ...] = ()
+) -> LaunchRecord:
     components = tuple(
         LaunchedComponent(
-            each["name"], str(each["job_id"]), int(each["tasks"]), Path(each["folder"])
+            each["name"], str(each["job_id"]), int(each["tasks"]), paths.component(each["name"])
         )
         for each in record["components"]
     )

@@ -266,7 +266,8 @@ def _make(paths: RunPaths, config: RunConfig, asked: Replay) -> RunPaths:
         for each in (folder.submission, folder.control):
             each.mkdir()
         RunSecret.create(folder.secret)
-        write_json(folder.config, config.model_dump(mode="json"))
+        own = {"run_root": folder.root.parent, "name": folder.root.name}
+        write_json(folder.config, config.model_copy(update=own).model_dump(mode="json"))
         asked.write(folder.replayed)
     return folder
 

@@ -507,9 +507,9 @@ def make_run(tmp_path, controller):
     positions, _ = plan(run.bus, 3, release=3)
     progress = {"step": 3, "position": list(positions[3])}
     write_json(run.checkpoints / "step_00000003" / "progress.json", progress)
-    folder = run.submission / "c0"
+    folder = run.submission / "rollout"
     folder.mkdir(parents=True)
-    component = {"name": "rollout", "job_id": "local-1", "tasks": 1, "folder": str(folder)}
+    component = {"name": "rollout", "job_id": "local-1", "tasks": 1}
     write_json(
         run.launch_record,
         {"mode": "local", "leader": "local-1", "components": [component], "time": 0,

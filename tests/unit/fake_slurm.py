@@ -107,7 +107,7 @@ def make(tmp_path: Path, monkeypatch, earlier=()) -> FakeSlurm:
     before: tuple[LaunchRecord, ...] = ()
     for number, job in enumerate((*earlier, "7"), start=1):
         components = tuple(
-            LaunchedComponent(role, f"{job}+{k}", 1, paths.submission / f"c{k}")
+            LaunchedComponent(role, f"{job}+{k}", 1, paths.component(role))
             for k, role in enumerate(("rollout", "actor"))
         )
         launched = LaunchRecord(

@@ -328,16 +328,16 @@ def write_logs(run_dir):
     (folder / "7_batch.log").write_text(
         "2026-01-02T10:00:09 actor: start 1 ended with exit code 1\n"
     )
-    (folder / "c0" / "7_0_log.err").write_text(
+    (folder / "rollout" / "7_0_log.err").write_text(
         WARNING + logged(1, "rollout-0", "engine is healthy")
         + logged(5, "rollout-0", "engine is slow", "WARNING")
     )  # fmt: skip
-    (folder / "c1" / "7_0_log.out").write_text("a print\n")
-    (folder / "c1" / "7_0_log.err").write_text(
+    (folder / "actor" / "7_0_log.out").write_text("a print\n")
+    (folder / "actor" / "7_0_log.err").write_text(
         logged(2, "actor-0", STEP.format(" 1")) + WARNING + logged(4, "actor-0", STEP.format(" 2"))
         + "Traceback (most recent call last):\n  File x\nValueError: odd\n"
     )  # fmt: skip
-    os.utime(folder / "c1" / "7_0_log.out", (0, 0))
+    os.utime(folder / "actor" / "7_0_log.out", (0, 0))
 
 
 @row("logs: grouped per task, not by time; no --tail, no -f; FutureWarnings")
@@ -365,7 +365,7 @@ def test_the_last_lines_of_all_logs_can_be_had_alone_and_others_as_they_come(run
     whole = cli("logs", "run").stdout.splitlines(keepends=True)
     for count in (0, 1, 2, 5, 99):
         assert cli("logs", "run", "-n", count).stdout == "".join(whole[-count or len(whole) :])
-    path = run.run_dir / "submission" / "c1" / "7_0_log.err"
+    path = run.run_dir / "submission" / "actor" / "7_0_log.err"
 
     def sleep(_):
         with path.open("a") as file:

@@ -71,7 +71,7 @@ def test_a_launch_without_components_and_an_unreadable_folder_are_named_too(run)
 
 def test_logs_of_a_component_that_there_is_not_are_refused_and_the_scripts_can_be_had_alone(run):
     (run.run_dir / "submission" / "7_batch.log").write_text("script's\n")
-    (run.run_dir / "submission" / "c1" / "7_0_log.out").write_text("actor's\n")
+    (run.run_dir / "submission" / "actor" / "7_0_log.out").write_text("actor's\n")
     assert refusal("logs", run.run_dir, "--component", "nobody") == (
         "--component nobody: this run has no such component; use rollout, actor, extra, job"
     )
@@ -141,14 +141,14 @@ def test_where_the_job_or_a_program_is_to_be_corrected_another_run_is_advised(ru
 
 def test_an_error_that_only_a_log_has_is_known_by_its_class_too(run):
     fail(run)
-    path = run.run_dir / "submission" / "c1" / "7_0_log.err"
+    path = run.run_dir / "submission" / "actor" / "7_0_log.err"
     path.write_text("Traceback\nrelax_hpc.errors.RewardError: too many\n")
     assert "to go on      relax-hpc submit JOB" in cli("status", run.run_dir).output
 
 
 def test_without_an_event_a_failed_task_is_quoted_and_else_the_script(run):
     fail(run)
-    path = run.run_dir / "submission" / "c1" / "7_0_log.err"
+    path = run.run_dir / "submission" / "actor" / "7_0_log.err"
     path.write_text("Traceback\n  x\nImportError: no torch\nsrun: error: n1: task 0\n")
     said = cli("status", run.run_dir).output
     assert "exit code 3: actor-0: ImportError: no torch\n" in said

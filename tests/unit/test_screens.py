@@ -124,11 +124,11 @@ def log(run_dir):
     (folder / "7_batch.log").write_text(
         "2026-01-02T10:09:00 actor: start 1 ended with exit code 1\n"
     )
-    (folder / "c0" / "7_0_log.err").write_text(
+    (folder / "rollout" / "7_0_log.err").write_text(
         said(1, "rollout-0", "INFO", "rollout.main", "rollout-0 is healthy after 12 s")
         + said(8, "rollout-0", "WARNING", "rollout.main", "rollout-0 does not answer")
     )
-    (folder / "c1" / "7_0_log.err").write_text(
+    (folder / "actor" / "7_0_log.err").write_text(
         "/usr/lib/python3.11/a.py:3: FutureWarning: this is old\n  old()\n"
         + "".join(
             said(n + 1, "actor-0", "INFO", "actor.rank0", LINE.format(f"{n:2}", 0.3 + n / 50))
