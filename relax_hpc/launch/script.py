@@ -17,7 +17,14 @@ from typing import Any
 from relax_hpc.config.run import RESTART_DELAYS_S, RESTART_WINDOW_S
 from relax_hpc.launch import interpreter, requeue
 from relax_hpc.launch.placement import SAME_NAME, Component, groups
-from relax_hpc.launch.supervision import INHERITED, PLAIN, RING, SUPERVISION, WAIT
+from relax_hpc.launch.supervision import (
+    INHERITED,
+    KEEP_OPTIONS,
+    PLAIN,
+    RING,
+    SUPERVISION,
+    WAIT,
+)
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.role import Side
 from relax_hpc.sections import Resources
@@ -259,12 +266,12 @@ def set_up(name: str, commands: Sequence[str]) -> list[str]:
     """Bash that runs shell commands of a job in its own shell; `setup_failed` names one that
     fails.
 
-    An option or trap for failures that a command sets ends with it.
+    An option of the shell or a trap for failures that a command sets ends with it.
     """
     # A newline before the brace: the command may end in a comment.
     run = '{{ {}\n  }} || setup_failed {} "$?" {}'.format
     lines = [run(line, shlex.quote(name), shlex.quote(line)) for line in commands]
-    return [each for line in lines for each in (line, PLAIN)]
+    return [KEEP_OPTIONS, *(each for line in lines for each in (line, PLAIN))] if lines else []
 
 
 def _environment(component: Component) -> list[str]:

@@ -11,8 +11,10 @@ INHERITED = (
     "${!SLURM_CPU_BIND@} ${!SLURM_MEM_BIND@} ${!SLURM_GPU_BIND@}"
 )
 
-# What a user's command may have set: it would end the supervision, which goes on after failures.
-PLAIN = "set +eu +o pipefail; trap - ERR DEBUG"
+# What a user's command may have set: it would end the supervision, which goes on after failures, or
+# hide the marks of tasks from it.
+KEEP_OPTIONS = "plain_options=$(set +o; shopt -p)"
+PLAIN = 'eval "$plain_options"; trap - ERR DEBUG; unset IFS GLOBIGNORE'
 
 # The tree of fences of Slurm 22.05 lets ranks out of the fence that ends MPI_Init before all are in
 # it, and Open MPI crashes on the message of one that is ahead: up to one start in ten over TCP and

@@ -170,10 +170,12 @@ def test_sbatch_knows_nothing_of_the_job_that_it_is_called_in(tmp_path, monkeypa
         (tmp_path / "seen").unlink()
 
 
-def run_setup(tmp_path, *setup):
+def run_setup(tmp_path, *setup, leaves_mark=False):
     """Runs the script of a job whose step says ok, here."""
     folder = tmp_path / "run"
-    toy = script.Job("toy", folder, has_summary=False, task=("-c", "print('ok')"))
+    mark = RunPaths(folder).component("actor") / "7_0_done"
+    program = f"open({str(mark)!r}, 'w')" if leaves_mark else "print('ok')"
+    toy = script.Job("toy", folder, has_summary=False, task=("-c", program))
     asked = Resources(setup=list(setup), python=sys.executable)
     components = [Component("actor", 1, asked)]
     script.make_folders(toy, components)
@@ -208,6 +210,13 @@ def test_a_setup_line_does_not_make_the_supervision_end_at_a_failure(tmp_path, l
     assert (folder / "7_exit_code").read_text() == "1\n"
     done, _ = run_setup(tmp_path / "failing", line, "false")
     assert "actor: setup ended with exit code 1: false\n" in done.stdout
+
+
+@pytest.mark.parametrize("line", ["set -f", "set -k", "shopt -s failglob", "GLOBIGNORE='*'"])
+def test_a_setup_line_does_not_hide_from_the_supervision_that_tasks_are_done(tmp_path, line):
+    done, folder = run_setup(tmp_path, line, leaves_mark=True)
+    assert done.returncode == 0, done
+    assert (folder / "7_exit_code").read_text() == "0\n"
 
 
 def test_the_verdict_names_a_component_that_ended_without_a_word(tmp_path, monkeypatch):

@@ -250,12 +250,13 @@ failed=''
 
 [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || tell requeued --before
 component_0() {
+  plain_options=$(set +o; shopt -p)
   { module load cuda
   } || setup_failed rollout "$?" 'module load cuda'
-  set +eu +o pipefail; trap - ERR DEBUG
+  eval "$plain_options"; trap - ERR DEBUG; unset IFS GLOBIGNORE
   { export NCCL_CUMEM_ENABLE=0
   } || setup_failed rollout "$?" 'export NCCL_CUMEM_ENABLE=0'
-  set +eu +o pipefail; trap - ERR DEBUG
+  eval "$plain_options"; trap - ERR DEBUG; unset IFS GLOBIGNORE
   supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- /envs/submit/bin/python -m relax_hpc.launch.local_step --tasks 4 --first-gpu 0 --gpus 4 --controller "$$" --job-id "$job_id" --processes '/runs/it'"'"'s here/submission/rollout'/"$job_id"_processes.json --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.err -- /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --gpus 4 --bootstrap mpi
 }
 component_0 & components+=($!) names+=(rollout)

@@ -272,12 +272,13 @@ failed=''
 
 [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || tell requeued --before
 component_0() {
+  plain_options=$(set +o; shopt -p)
   { module load cuda
   } || setup_failed rollout "$?" 'module load cuda'
-  set +eu +o pipefail; trap - ERR DEBUG
+  eval "$plain_options"; trap - ERR DEBUG; unset IFS GLOBIGNORE
   { export NCCL_CUMEM_ENABLE=0
   } || setup_failed rollout "$?" 'export NCCL_CUMEM_ENABLE=0'
-  set +eu +o pipefail; trap - ERR DEBUG
+  eval "$plain_options"; trap - ERR DEBUG; unset IFS GLOBIGNORE
   supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- srun --het-group=0 --nodes=2 --ntasks=4 --ntasks-per-node=2 --relative=0 --cpus-per-task=8 --gpus-per-node=4 --mpi=pmix --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --cpu-bind=none --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.err /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --gpus 4 --requeues --bootstrap mpi
 }
 component_0 & components+=($!) names+=(rollout)
