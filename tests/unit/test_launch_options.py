@@ -197,7 +197,7 @@ def test_a_failing_setup_line_ends_the_run_with_its_text(tmp_path):
     [
         "set -euo pipefail",
         "set -E; trap 'exit 9' ERR",
-        "set -T; trap '[[ $BASH_COMMAND != wait* ]] || exit 9' DEBUG",
+        "set -T; trap '[[ $BASH_COMMAND != supervise* ]] || exit 9' DEBUG",
     ],
 )
 def test_a_setup_line_does_not_make_the_supervision_end_at_a_failure(tmp_path, line):

@@ -48,6 +48,8 @@ def test_what_lies_in_a_run_that_was_moved_is_found_where_it_lies_now(tmp_path, 
 def test_a_run_that_is_reached_by_a_link_keeps_its_name_and_place(tmp_path, made):
     (tmp_path / "latest").symlink_to(made)
     assert read_resolved(RunPaths(tmp_path / "latest").config).run_dir == made
+    (tmp_path / "scratch").symlink_to(made.parent)
+    assert read_resolved(RunPaths(tmp_path / "scratch" / "run").config).run_dir == made
     there = made.rename(tmp_path / "second")
     (tmp_path / "latest").unlink()
     (tmp_path / "latest").symlink_to("second")
