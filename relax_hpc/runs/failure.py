@@ -47,6 +47,11 @@ _STATES = {
 }
 """Slurm's words for the end of a job that say why."""
 
+_UNSEEN = (
+    "Slurm began no log of its script in {}: it seems that its first node does not see that "
+    "folder, or may not write there; submit a run whose run_root every node sees at the same path"
+)
+
 
 def found(run_dir: Path, launched: LaunchRecord, state: str) -> Failure:
     """Tells what is known of the failure of a launch.
@@ -62,7 +67,9 @@ def found(run_dir: Path, launched: LaunchRecord, state: str) -> Failure:
         return Failure(setup["words"], str(script_log))
     end = _end(lines)
     if end is None:  # its first lines failed already, or Slurm ended it
-        said = _STATES.get(state, lines[-1] if lines else "")
+        unseen = "" if launched.mode == "local" or script_log.exists() else _UNSEEN
+        words = unseen.format(launched.folder)
+        said = _STATES.get(state, lines[-1] if lines else words)
         return Failure(said, str(script_log) if lines else "")
     failed = f"failed {end.starts} times" if end.starts > 1 else "failed"
     how = f"{end.component} {failed}, exit code {end.code}"

@@ -163,6 +163,16 @@ def test_without_an_event_a_failed_task_is_quoted_and_else_the_script(run):
     assert "to go on      relax-hpc resume" in answer and "  see  " not in answer
 
 
+def test_a_script_that_has_not_even_a_log_did_not_see_the_run_directory(run):
+    fail(run)
+    log = run.run_dir / "submission" / "7_batch.log"
+    log.unlink()
+    told = f"Slurm began no log of its script in {log.parent}: it seems that its first node does"
+    assert told in cli("status", run.run_dir).output
+    log.touch()
+    assert "began no log" not in cli("status", run.run_dir).output
+
+
 def steps(run, *events, ago_s=0.0):
     """(event, step) of an actor, one a second; the last `ago_s` seconds ago."""
     path = RunPaths(run.run_dir).events("actor", 0)
