@@ -38,7 +38,8 @@ class Owner:
         role: whose columns it writes.
         provenance: root attributes of every shard.
         compress: columns to be compressed.
-        spares: shards that nobody needs any more to keep, in order to write over them.
+        spares: shards that nobody needs any more to keep, in order to write over them; none where
+            columns are compressed.
 
     Raises:
         BusError: not a bus of this format, no such name with this role, or a damaged log.
@@ -63,7 +64,9 @@ class Owner:
         self.name, self.role = name, role
         self._paths = paths
         self._provenance, self._compress = dict(provenance), frozenset(compress)
-        self._num_spares, self._spares = spares, list[Path]()
+        # Where chunks of a compressed column lie, and their checksums, is read from the file each
+        # time: whoever has it open would get those of another shard without a word.
+        self._num_spares, self._spares = 0 if self._compress else spares, list[Path]()
         # The claim comes first: from here on whatever older fences left unrecorded stays so.
         self._log = LogWriter(paths.log(name))
         self.fence, self._seq = self._log.fence, self._log.next_seq

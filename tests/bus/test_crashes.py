@@ -20,6 +20,7 @@ from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.shards.shard import Shard
+from relax_hpc.errors import DamagedError
 
 P, STEPS, SAVE_EVERY = 2, 2, 1
 SYSTEM_CALLS = ("open", "pwrite", "pwritev", "fsync", "rename", "replace", "unlink", "mkdir")
@@ -191,6 +192,23 @@ def test_a_file_that_is_written_over_is_as_long_as_its_new_shard_and_goes_in_the
         assert producer.collect(2) == 1
         assert again.exists()
     assert not again.exists()
+
+
+@pytest.mark.parametrize("compress", [(), ("ragged/token_ids",)])
+def test_who_has_a_shard_open_is_not_given_the_rows_of_one_that_came_after_it(tmp_path, compress):
+    paths = make_bus(tmp_path, ["rollout-0"])
+    with Producer(paths, "rollout-0", {}, spares=1, compress=compress) as producer:
+        producer.put([group(0, response=30_000)])
+        with Shard(paths.shard("rollout-0", 1, 0)) as shard:
+            producer.collect(1)
+            producer.put([group(7, response=30_000)])
+            expected = [token for row in group(0, response=30_000)[1] for token in row.token_ids]
+            try:
+                found = shard.read("ragged/token_ids").tolist()
+            except DamagedError:  # it was written over
+                assert not compress
+            else:
+                assert found == expected
 
 
 PRODUCE_FOREVER = """
