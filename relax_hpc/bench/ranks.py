@@ -18,7 +18,8 @@ def joined(rank: int, size: int, rendezvous: Path, secret: Path) -> tuple[World,
     else:
         torch.set_num_threads(1)
     world = connect(
-        "files", rank=rank, size=size, rendezvous=rendezvous, secret=RunSecret.read(secret)
-    )
+        "files", rank=rank, size=size, rendezvous=rendezvous, secret=RunSecret.read(secret),
+        timeout_s=600,
+    )  # fmt: skip
     init_torch(world, device="cuda" if on_gpu else "cpu")
     return world, device

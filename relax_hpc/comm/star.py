@@ -37,7 +37,7 @@ class StarWorld:
     ) -> None:
         """Takes as `end` the hub of rank 0, others' channel to it, or None if there is one rank."""
         self.rank, self.size = rank, size
-        self._key, self._timeout_s, self._splits = key, timeout_s, 0
+        self._key, self.timeout_s, self._splits = key, timeout_s, 0
         self._hub = end if isinstance(end, Hub) else None
         self._channels = {0: end} if isinstance(end, Channel) else dict[int, Channel]()
 
@@ -91,8 +91,8 @@ class StarWorld:
         end: Hub | Channel | None = hub
         if rank:
             host, port = addresses[members[0]]
-            end = _call(host, port, rank, key, time.monotonic() + self._timeout_s)
-        return StarWorld(rank, size, key, end, timeout_s=self._timeout_s)
+            end = _call(host, port, rank, key, time.monotonic() + self.timeout_s)
+        return StarWorld(rank, size, key, end, timeout_s=self.timeout_s)
 
     def _tell(self, value: Any) -> None:  # noqa: ANN401
         """Sends a value from rank 0 to all others."""
@@ -104,14 +104,14 @@ class StarWorld:
     def _hear(self) -> list[Any]:
         """Returns what the others send to rank 0, a value each, in the order of ranks."""
         self._wait_for_all()
-        deadline, values = time.monotonic() + self._timeout_s, []
+        deadline, values = time.monotonic() + self.timeout_s, []
         for rank, peer in self._channels.items():
             try:
                 message = peer.receive(timeout_s=max(deadline - time.monotonic(), _POLL_S))
             except TimeoutError:
                 later = [each for each in self._channels if each > rank]
                 silent = [each for each in later if not self._channels[each].has_spoken()]
-                self._fail([rank, *silent], f"said nothing for {self._timeout_s:g} s")
+                self._fail([rank, *silent], f"said nothing for {self.timeout_s:g} s")
             except OSError as error:
                 self._fail([rank], f"left: {error}", error)
             values.append(pickle.loads(memoryview(message)[1:]))  # the MAC says: our own rank's
@@ -119,9 +119,9 @@ class StarWorld:
 
     def _hear_rank_0(self) -> Any:  # noqa: ANN401
         try:
-            message = self._channels[0].receive(timeout_s=self._timeout_s)
+            message = self._channels[0].receive(timeout_s=self.timeout_s)
         except TimeoutError:
-            self._fail([0], f"said nothing for {self._timeout_s:g} s")
+            self._fail([0], f"said nothing for {self.timeout_s:g} s")
         except OSError as error:
             self._fail([0], f"left: {error}", error)
         if message[:1] == _FAILURE:
@@ -130,9 +130,9 @@ class StarWorld:
 
     def _send(self, rank: int, message: bytes) -> None:
         try:
-            self._channels[rank].send(message, timeout_s=self._timeout_s)
+            self._channels[rank].send(message, timeout_s=self.timeout_s)
         except TimeoutError:
-            self._fail([rank], f"listened to nothing for {self._timeout_s:g} s")
+            self._fail([rank], f"listened to nothing for {self.timeout_s:g} s")
         except OSError as error:
             if self.rank:
                 self._hear_last_words()
@@ -150,10 +150,10 @@ class StarWorld:
     def _wait_for_all(self) -> None:
         if self._hub is None:
             return
-        self._channels = dict(sorted(self._hub.channels(self._timeout_s).items()))
+        self._channels = dict(sorted(self._hub.channels(self.timeout_s).items()))
         missing = [rank for rank in range(1, self.size) if rank not in self._channels]
         if missing:
-            self._fail(missing, f"did not join within {self._timeout_s:g} s")
+            self._fail(missing, f"did not join within {self.timeout_s:g} s")
         self._hub = None
 
     def _fail(self, ranks: list[int], what: str, cause: OSError | None = None) -> NoReturn:

@@ -12,15 +12,15 @@ from relax_hpc.comm.torch_store import shared_store
 from relax_hpc.comm.world import World
 
 
-def init_torch(world: World, *, device: Literal["cpu", "cuda"], timeout_s: float = 600) -> None:
-    """Initialises the default process group with the ranks of `world`.
+def init_torch(world: World, *, device: Literal["cpu", "cuda"]) -> None:
+    """Initialises the default process group with the ranks of `world`, and its patience.
 
     GPU ranks get NCCL for CUDA tensors and gloo for CPU tensors.
     """
     if device == "cuda":
         settle_nccl()
-    timeout = timedelta(seconds=timeout_s)
-    store = shared_store(world, timeout_s=timeout_s)
+    timeout = timedelta(seconds=world.timeout_s)
+    store = shared_store(world, timeout_s=world.timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout

@@ -28,6 +28,8 @@ class World(Protocol):
 
     rank: int
     size: int
+    timeout_s: float
+    """How long a rank may be silent, here and in a collective of torch."""
 
     def bcast(self, value: Any) -> Any:  # noqa: ANN401
         """Rank 0's `value`, on every rank; other ranks' argument is ignored."""
@@ -47,7 +49,7 @@ class World(Protocol):
 class SoloWorld:
     """A world of one: nothing to agree on."""
 
-    rank, size = 0, 1
+    rank, size, timeout_s = 0, 1, 300.0
 
     def bcast(self, value: Any) -> Any:  # noqa: ANN401
         return value
@@ -76,7 +78,7 @@ class MpiWorld:
             comm: of mpi4py.
             timeout_s: how long a rank may be silent.
         """
-        self._comm, self._timeout_s = comm, timeout_s
+        self._comm, self.timeout_s = comm, timeout_s
         self._calls = comm.Dup()
         """Carries nothing but calls of the roll."""
         self.rank, self.size = comm.rank, comm.size
@@ -131,11 +133,11 @@ class MpiWorld:
     @heartbeat.phase("ranks", waits=True)
     def split(self, color: int) -> World:
         self.barrier()
-        return MpiWorld(self._comm.Split(color, self.rank), timeout_s=self._timeout_s)
+        return MpiWorld(self._comm.Split(color, self.rank), timeout_s=self.timeout_s)
 
     def _wait(self, request: Any) -> None:  # noqa: ANN401
         """Waits asleep. MPI's own waiting spins, and a rank may wait minutes for a batch."""
-        pause, deadline = 1e-4, time.monotonic() + self._timeout_s
+        pause, deadline = 1e-4, time.monotonic() + self.timeout_s
         while not request.Test():
             if time.monotonic() > deadline or self._calls.Iprobe():
                 self._fail()
@@ -148,7 +150,7 @@ class MpiWorld:
         others = [rank for rank in range(self.size) if rank != self.rank]
         sent = [self._calls.Isend(nothing, dest=rank) for rank in others]
         missing = set(others)
-        deadline = time.monotonic() + min(_ROLL_S, self._timeout_s)
+        deadline = time.monotonic() + min(_ROLL_S, self.timeout_s)
         while missing and time.monotonic() < deadline:
             while self._calls.Iprobe():
                 missing.discard(self._heard())
@@ -157,7 +159,7 @@ class MpiWorld:
         names = ", ".join(map(str, sorted(missing)))
         raise PeerTimeoutError(
             f"rank{'s' if len(missing) > 1 else ''} {names} of the {self.size} of this component "
-            f"said nothing for {self._timeout_s:g} s"
+            f"said nothing for {self.timeout_s:g} s"
             if missing
             else f"all {self.size} ranks of this component wait, for different things"
         )

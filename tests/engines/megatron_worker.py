@@ -27,7 +27,9 @@ class Output(NamedTuple):
 
 
 class FixedWorld:
-    """The ranks of a pool; only its size matters to a trainer."""
+    """The ranks of a pool; only its size and patience matter to a trainer."""
+
+    timeout_s = 300
 
     def __init__(self, rank, size):
         self.rank, self.size = rank, size

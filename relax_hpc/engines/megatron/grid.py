@@ -1,5 +1,6 @@
 """The tensor, pipeline, context, expert and data parallelism of this process."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +17,13 @@ from relax_hpc.config.layout import Layout
 FloatArray = npt.NDArray[np.float32]
 
 
-def initialize(layout: Layout) -> None:
-    """Makes Megatron's process groups, if they are not there. Collective over all ranks."""
+def initialize(layout: Layout, *, timeout_s: float = 1800) -> None:
+    """Makes Megatron's process groups, if they are not there. Collective over all ranks.
+
+    Args:
+        layout: of the ranks.
+        timeout_s: how long a rank may be silent in a collective of one of them.
+    """
     if mpu.model_parallel_is_initialized():
         return
     mpu.initialize_model_parallel(
@@ -27,6 +33,7 @@ def initialize(layout: Layout) -> None:
         context_parallel_size=layout.context_parallel,
         expert_model_parallel_size=layout.expert_parallel,
         expert_tensor_parallel_size=layout.expert_tensor_parallel,
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
 
 

@@ -77,7 +77,7 @@ class MegatronScorer:
         cpu.install()
         shape = read_architecture(config.path)
         transformer = transformer_config(megatron, shape, config.dtype)
-        grid.initialize(megatron.layout)
+        grid.initialize(megatron.layout, timeout_s=world.timeout_s)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self._megatron = megatron
         self._temperature = temperature
