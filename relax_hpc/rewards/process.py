@@ -25,7 +25,7 @@ from relax_hpc.rewards.registry import Term
 from relax_hpc.rewards.worker import PROGRESS
 
 START_S = 120.0
-"""Time for a worker to import the reward."""
+"""Time for a worker to import the reward, where nobody says how patient a run is."""
 END_S = 0.5
 """Time for a process to be gone that has closed its end."""
 GRACE_S = 0.5
@@ -43,6 +43,8 @@ class Limits(NamedTuple):
     deadline_s: float
     """Time per sample; of a reward that sees the group, per group."""
     memory_bytes: int
+    start_s: float = START_S
+    """Time to import the reward."""
 
 
 class WorkerLostError(EngineLostError):
@@ -169,10 +171,11 @@ class Worker:
         self._writer.write(json.dumps(terms).encode() + b"\n")
         key = " and ".join(f"{each.key}.name = {each.name!r}" for each in terms)
         try:
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout(self._limits.start_s):
                 said = json.loads(await self._reader.readline())
         except TimeoutError:
-            raise ConfigError(f"{key}: the import takes longer than {START_S:g} s") from None
+            within = f"{self._limits.start_s:g} s"
+            raise ConfigError(f"{key}: the import takes longer than {within}") from None
         except (ValueError, ConnectionError):
             await asyncio.sleep(0)
             lost = self._lost or "ended the process"

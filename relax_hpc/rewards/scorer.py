@@ -13,7 +13,7 @@ from relax_hpc.config.reward import RewardConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.rewards import registry
 from relax_hpc.rewards.contract import Sample, Score, failed
-from relax_hpc.rewards.process import Limits, Worker, WorkerLostError
+from relax_hpc.rewards.process import START_S, Limits, Worker, WorkerLostError
 from relax_hpc.telemetry.events import EventWriter
 
 log = logging.getLogger(__name__)
@@ -39,11 +39,14 @@ class Scorer:
         config: RewardConfig,
         events: EventWriter | None = None,
         run_dir: Path | None = None,
+        *,
+        start_s: float = START_S,
     ) -> None:
-        """Errors are counted in `events`; a reward may ask the engines of the run in `run_dir`."""
+        """Errors are counted in `events`; a reward may ask the engines of the run in `run_dir`,
+        and has `start_s` seconds to be imported."""
         self._run_dir = run_dir
         self._config, self._num_workers = config, config.workers
-        self._limits = limits_of(config)
+        self._limits = limits_of(config)._replace(start_s=start_s)
         self._terms, self._if_failed = list[registry.Term](), 0.0
         self._places_per_worker, self._sees_group = 1, False
         self._free = asyncio.Queue[Worker | Exception]()

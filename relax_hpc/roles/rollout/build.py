@@ -173,7 +173,7 @@ async def sampling(
         client_of(
             config, paths, own=own, stop_token=tokenizer.eos_token_id, events=events
         ) as sampler,
-        Scorer(config.reward, events, paths.root) as scorer,
+        Scorer(config.reward, events, paths.root, start_s=config.launch.peer_timeout_s) as scorer,
         AsyncExitStack() as opened,
     ):
         workers = None
