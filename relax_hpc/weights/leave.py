@@ -108,7 +108,11 @@ class SnapshotPublisher:
     ) -> Snapshot:
         digest = Digest() if check else None
         stream = digest.of_all(tensors) if digest else tensors
-        snapshot = self._ranks.write_snapshot(version, stream, in_use=())
+        # Engines have no other until this one is written. Times of folders do not tell which it is:
+        # many file systems know seconds alone, or take the clock of the node.
+        newest = Newest.read(self._paths)
+        in_use = [newest.folder] if newest else []
+        snapshot = self._ranks.write_snapshot(version, stream, in_use=in_use)
         checksums = snapshot.manifest.checksums if check else []
         Newest(version, snapshot.folder, checksums, digest.hexdigest() if digest else "").write(
             self._paths

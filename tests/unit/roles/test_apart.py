@@ -1,6 +1,7 @@
 """Rollout and trainer that need not be there at the same time: weights, pace and idleness."""
 
 import asyncio
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +32,7 @@ from relax_hpc.weights import leave
 from relax_hpc.weights.leave import SnapshotPublisher
 from relax_hpc.weights.newest import Newest
 from relax_hpc.weights.ranks import TrainerRanks
-from relax_hpc.weights.snapshot import SnapshotWriter
+from relax_hpc.weights.snapshot import MANIFEST, SnapshotWriter
 
 APART = {"launch__layout": "separate", "weights__transport": "files"}
 MEMBER = Member("rollout-0", "7.0-1-1", "", 1, "embedded", "STARTING")
@@ -116,6 +117,23 @@ def test_a_policy_is_written_once_by_one_trainer_and_anew_by_the_next(paths):
     assert Newest.read(paths).folder == first
     trainer(paths).publish(1, weights(1))
     assert Newest.read(paths).folder != first
+
+
+def test_the_newest_stays_until_there_is_a_newer_one_whatever_clocks_say(paths, monkeypatch):
+    publisher = trainer(paths)
+    for version in (1, 2):
+        publisher.publish(version, weights(version), check=False)
+    there = {each.name[:7]: each / MANIFEST for each in paths.weights.iterdir()}
+    os.utime(there["v000001"], (2_000_000_000, 2_000_000_000))
+    os.utime(there["v000002"], (1_000_000_000, 1_000_000_000))
+
+    def fail(*_args, **_kwargs):
+        raise SnapshotError("killed")
+
+    monkeypatch.setattr(SnapshotWriter, "write", fail)
+    publisher.publish(3, weights(3), check=False)
+    newest = Newest.read(paths)
+    assert newest.version == 2 and newest.folder.exists()
 
 
 def test_a_restarted_trainer_that_is_behind_leaves_engines_what_is_newer(paths):
