@@ -14,6 +14,7 @@ _ENDED = re.compile(
 )
 _SETUP = re.compile(r"^\S+ (?P<words>\S+: setup ended with exit code \d+: .*)$")
 _GAVE_UP = re.compile(r"^\S+ \S+: .*, giving up$")
+_LAUNCH = re.compile(r"^srun: error: (?P<words>.* launch failed: .*)$")
 _ERROR = re.compile(r"^[\w.]*(Error|Exception|Interrupt)\b")
 _FAILED = re.compile(r'"event": "(error|hang)"')
 _TAIL_BYTES = 1 << 16
@@ -126,7 +127,8 @@ def _event(line: str) -> dict[str, Any]:
 
 
 def last_words(launched: LaunchRecord, names: list[str]) -> tuple[str, str]:
-    """Returns the end of what a task of these components printed, and which task."""
+    """Returns the end of what a task of these components printed, and which task; or why Slurm
+    could not start any."""
     for component in launched.components:
         if component.name not in names:
             continue
@@ -136,6 +138,10 @@ def last_words(launched: LaunchRecord, names: list[str]) -> tuple[str, str]:
             if said:
                 name = f"{component.name}-{task}"
                 return f"{name}: {said[-1]}", name
+        lines = tail(batch_log(launched.folder, component.leader))
+        if refused := [match["words"] for match in map(_LAUNCH.match, lines) if match]:
+            unseen = f": it seems that its node does not see {component.folder}"
+            return refused[-1] + unseen * ("connect IO" in refused[-1]), ""
     return "", ""
 
 

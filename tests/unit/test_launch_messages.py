@@ -163,6 +163,16 @@ def test_without_an_event_a_failed_task_is_quoted_and_else_the_script(run):
     assert "to go on      relax-hpc resume" in answer and "  see  " not in answer
 
 
+def test_of_a_task_that_could_not_be_started_srun_is_quoted(run):
+    fail(run)
+    log = run.run_dir / "submission" / "7_batch.log"
+    said = "task 0 launch failed: Slurmd could not connect IO"
+    log.write_text(f"srun: error: {said}\nsrun: error: Timed out\n{log.read_text()}")
+    folder = log.parent / "actor"
+    words = f"exit code 3: {said}: it seems that its node does not see {folder}\n"
+    assert words in cli("status", run.run_dir).output
+
+
 def test_a_script_that_has_not_even_a_log_did_not_see_the_run_directory(run):
     fail(run)
     log = run.run_dir / "submission" / "7_batch.log"
