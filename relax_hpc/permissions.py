@@ -33,7 +33,8 @@ def close_to_others(folder: Path, umask: int) -> None:
     """Makes a new folder as open as the umask says, and what is made in it later, too.
 
     Where the folder above has default ACLs (project folders often have), Linux passes them on and
-    leaves the umask alone.
+    leaves the umask alone. What it hands on of its group (set-group-ID) stays: others of that group
+    read what is shared, and its quota counts.
 
     Raises:
         LaunchError: its file system opens it further all the same.
@@ -44,7 +45,7 @@ def close_to_others(folder: Path, umask: int) -> None:
         except OSError as error:
             if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
                 raise
-    folder.chmod(0o777 & ~umask)
+    folder.chmod(0o777 & ~umask | folder.stat().st_mode & stat.S_ISGID)
     found = stat.S_IMODE(folder.stat().st_mode) & 0o777
     if found & umask:
         raise LaunchError(

@@ -135,5 +135,5 @@ def longest_save_s(events: Sequence[Event]) -> float | None:
 def _make_private(config: JobConfig, paths: RunPaths) -> None:
     """Gives a run of an older version, which everybody may read, what newer ones are made with."""
     if not paths.secret.exists():
-        paths.root.chmod(0o777 & ~permissions.UMASKS[config.launch.share])
+        permissions.close_to_others(paths.root, permissions.UMASKS[config.launch.share])
         RunSecret.create(paths.secret)

@@ -44,6 +44,19 @@ def test_what_a_run_leaves_is_closed_whatever_the_folder_above_hands_on(
         assert mode(run / "control" / "record") == file
 
 
+def test_what_a_run_leaves_is_of_the_group_that_the_folder_above_hands_on(tmp_path):
+    project, group = tmp_path / "project", 60 if os.geteuid() == 0 else os.getgroups()[-1]
+    project.mkdir()
+    os.chown(project, -1, group)
+    project.chmod(0o2770)
+    (project / "run").mkdir()
+    permissions.close_to_others(project / "run", permissions.UMASKS["group"])
+    (project / "run" / "control").mkdir()
+    (project / "run" / "control" / "record").touch()
+    assert mode(project / "run") == 0o2750
+    assert {path.stat().st_gid for path in project.rglob("*")} == {group}
+
+
 def test_a_file_system_that_opens_all_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(type(tmp_path), "chmod", lambda *_: None)
     tmp_path.touch()
