@@ -217,8 +217,11 @@ def imported(place: str) -> Any:  # noqa: ANN401
         Exception: whatever the import raises.
     """
     module, _, attribute = place.rpartition(":")
-    found = _run(Path(module)) if module.endswith(".py") else importlib.import_module(module)
-    return getattr(found, attribute)
+    if module.endswith(".py"):
+        return getattr(_run(Path(module)), attribute)
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # behind Python's own: a `code.py` there must not take its place
+    return getattr(importlib.import_module(module), attribute)
 
 
 def _run(path: Path) -> object:

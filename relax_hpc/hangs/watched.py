@@ -57,7 +57,7 @@ def watched(
         heartbeat.begin(memory, least_s=least_s, most_s=most_s)
         tell_stacks(stacks)
         process = subprocess.Popen(
-            [sys.executable, "-m", watchdog.__name__, json.dumps(asdict(orders))],
+            [sys.executable, "-P", "-m", watchdog.__name__, json.dumps(asdict(orders))],
             stdin=subprocess.DEVNULL,
             pass_fds=(shared, stacks),
         )

@@ -272,7 +272,7 @@ def was_requeued(job_id: str) -> bool:
 
 def tell(job_id: str, run_dir: Path, what: str, words: str) -> None:
     """Leaves the verdict on a job; `runs` is above this room."""
-    module = [sys.executable, "-m", "relax_hpc.runs.verdict", str(run_dir)]
+    module = [sys.executable, "-P", "-m", "relax_hpc.runs.verdict", str(run_dir)]
     answer = output_of([*module, "--job-id", job_id, "--what", what, "--words", words])
     if answer.returncode:
         log.error("the verdict could not be written: %s", words_of(answer))

@@ -17,14 +17,7 @@ from typing import Any
 from relax_hpc.config.run import RESTART_DELAYS_S, RESTART_WINDOW_S
 from relax_hpc.launch import interpreter, requeue
 from relax_hpc.launch.placement import SAME_NAME, Component, groups
-from relax_hpc.launch.supervision import (
-    INHERITED,
-    KEEP_OPTIONS,
-    PLAIN,
-    RING,
-    SUPERVISION,
-    WAIT,
-)
+from relax_hpc.launch.supervision import INHERITED, KEEP_OPTIONS, PLAIN, RING, SUPERVISION, WAIT
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.role import Side
 from relax_hpc.sections import Resources
@@ -50,7 +43,7 @@ class Job:
     restart_delays_s: tuple[float, ...] = RESTART_DELAYS_S
     has_summary: bool = True
     """Whether the end is summed up; toys of tests have nothing to sum up."""
-    task: tuple[str, ...] = ("-m", "relax_hpc.launch.entry")
+    task: tuple[str, ...] = ("-P", "-m", "relax_hpc.launch.entry")
     """Arguments of Python in every task."""
     look_every_s: float = 15.0
     """Seconds between questions to Slurm whether a step over several components is still there."""
@@ -174,7 +167,7 @@ def _assemble(
         for index, nodes, step in steps:
             lines += _supervised(job, {index: components[index]}, nodes, step)
     if job.has_summary and any(each.held_nodes > each.nodes for each in components):
-        module = [sys.executable, "-m", "relax_hpc.scale.scaler_main", str(job.run_dir)]
+        module = [sys.executable, "-P", "-m", "relax_hpc.scale.scaler_main", str(job.run_dir)]
         scaler = shlex.join([*module, *scaler_options])
         lines += [f'serve scaler {scaler} --job-id "$job_id" --controller "$$" & server=$!', ""]
     for each in _holder(job):  # without it nobody would start the other side
@@ -182,7 +175,7 @@ def _assemble(
         lines += [f'{{ serve holder {each} --controller "$$" || {{ {gone}; }}; }} & server=$!', ""]
     sums_up = job.has_summary and job.side != "training"  # rollout ends last
     if sums_up:
-        module = [sys.executable, "-m", "relax_hpc.boards.follower", str(job.run_dir)]
+        module = [sys.executable, "-P", "-m", "relax_hpc.boards.follower", str(job.run_dir)]
         for board in ("tensorboard", *job.exports):
             follower = shlex.join([*module, "--to", board])
             lines.append(f'{follower} --job-id "$job_id" --controller "$$" & boards+=($!)')
@@ -190,7 +183,8 @@ def _assemble(
     lines.append(WAIT)
     lines += [f'[ -n "$stopping" ] || {each} --leave' for each in _holder(job)]
     if job.has_summary:
-        finish = shlex.join([sys.executable, "-m", "relax_hpc.boards.finish", str(job.run_dir)])
+        module = [sys.executable, "-P", "-m", "relax_hpc.boards.finish", str(job.run_dir)]
+        finish = shlex.join(module)
         told = '--exit-code "$exit_code" "${ended[@]}"'
         lines.append(f'[ -z "$stopping" ] || tell stopped --words {shlex.quote(_STOPPED)}')
     if sums_up:
@@ -208,12 +202,12 @@ def _holder(job: Job) -> list[str]:
     """The process that gives idle nodes back, if the job is one side of a run."""
     if job.side is None:
         return []
-    module = [sys.executable, "-m", "relax_hpc.launch.sides.holder", str(job.run_dir)]
+    module = [sys.executable, "-P", "-m", "relax_hpc.launch.sides.holder", str(job.run_dir)]
     return [f'{shlex.join([*module, "--side", job.side])} --job-id "$job_id"']
 
 
 def _verdict(job: Job) -> list[str]:
-    return [sys.executable, "-m", "relax_hpc.runs.verdict", str(job.run_dir)]
+    return [sys.executable, "-P", "-m", "relax_hpc.runs.verdict", str(job.run_dir)]
 
 
 def _superseded(job: Job) -> list[str]:
@@ -365,7 +359,7 @@ def _srun(
 def _local_step(job: Job, component: Component, first_gpu: int) -> str:
     options = [
         sys.executable,
-        *("-m", "relax_hpc.launch.local_step", "--tasks", str(component.tasks)),
+        *("-P", "-m", "relax_hpc.launch.local_step", "--tasks", str(component.tasks)),
         *("--first-gpu", str(first_gpu), "--gpus", str(component.resources.gpus_per_node)),
     ]
     folder = shlex.quote(str(job.component_folder(component)))

@@ -112,7 +112,7 @@ class Worker:
             numbers = (os.getpid(), theirs.fileno(), page, limits.memory_bytes, limits.deadline_s)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", "relax_hpc.rewards.worker", *map(str, numbers), str(run_dir or "")),
+                *("-P", "-m", "relax_hpc.rewards.worker", *map(str, numbers), str(run_dir or "")),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,

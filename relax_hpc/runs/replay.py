@@ -279,7 +279,7 @@ def _start(
     check_resources([component], mode)
     job = script.Job(
         f"{config.name}-replay", folder.root, has_summary=False,
-        task=("-m", "relax_hpc.runs.replay_task"), umask=permissions.umask_of(paths.root),
+        task=("-P", "-m", "relax_hpc.runs.replay_task"), umask=permissions.umask_of(paths.root),
         comment=config.resources.comment, seen=paths.root.parent,
     )  # fmt: skip
     planned = submit.Submission(folder.root, mode, "", (component,), 1, None)

@@ -58,7 +58,7 @@ class _Steps:
         logs = [f"--output={at / 'log.out'}", f"--error={at / 'log.err'}"]
         task = [
             *interpreter.command(self._resources, self._paths.root.parent, sys.executable),
-            *("-u", "-m", "relax_hpc.scale.extra_step", str(self._paths.root)),
+            *("-u", "-P", "-m", "relax_hpc.scale.extra_step", str(self._paths.root)),
             *("--number", str(extra.number), "--slot", str(extra.slot)),
             *("--attempt", self._attempt),
             *("--gpus", str(self._resources.gpus_per_node)),
@@ -127,7 +127,7 @@ class LocalSteps(_Steps):
         processes = folder(self._paths.submission, extra.id) / f"{job_id}_processes.json"
         first = self._first_gpu + self.nodes.index(extra.node) * gpus
         launcher = [
-            *(sys.executable, "-m", "relax_hpc.launch.local_step", "--tasks", "1"),
+            *(sys.executable, "-P", "-m", "relax_hpc.launch.local_step", "--tasks", "1"),
             *("--first-gpu", str(first), "--gpus", str(gpus)),
             *("--controller", str(self._controller), "--job-id", job_id),
             *("--processes", str(processes)),

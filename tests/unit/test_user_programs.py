@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import fake_slurm
 import pytest
 
+import relax_hpc
 from relax_hpc import permissions
 from relax_hpc.algorithms import plugin
 from relax_hpc.config import programs
@@ -85,6 +87,30 @@ def test_the_programs_of_a_job_are_copied_with_what_they_import(tmp_path, mine):
     beside = {path.name for path in place_of(named[0])[0].parent.iterdir()}
     assert beside == {"reward.py", "helper.py", "deeper.py", ".origin"}
     assert {path.stat().st_mode & 0o077 for path in paths.programs.rglob("*")} == {0}
+
+
+def test_a_package_beside_the_command_is_found_and_no_module_there_takes_the_place_of_pythons(mine):
+    (mine / "pack").mkdir()
+    (mine / "pack" / "rewards.py").write_text("import random\ndef score(): return random.random\n")
+    program = (
+        "import sys\nfrom relax_hpc.user_files import imported\n"
+        "print(imported('pack.rewards:score')().__self__)"
+    )
+    command = [sys.executable, "-P", "-c", program]
+    said = subprocess.run(command, cwd=mine, capture_output=True, text=True, timeout=60)
+    assert said.stdout.startswith("<random.Random"), said.stderr
+
+
+def test_no_process_of_a_run_looks_for_modules_in_the_folder_of_the_command():
+    package = Path(relax_hpc.__file__).parent
+    found = [
+        f"{path.relative_to(package)}: {line.strip()}"
+        for path in sorted(package.rglob("*.py"))
+        if not path.is_relative_to(package / "bench")
+        for line in path.read_text().splitlines()
+        if '"-m", ' in line and '"-P", "-m", ' not in line
+    ]
+    assert not found
 
 
 def test_a_job_of_fine_tuning_has_copies_too(tmp_path, mine):

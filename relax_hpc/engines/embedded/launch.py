@@ -63,4 +63,4 @@ def write_options(
 def command(model_path: Path, host: str, options: Path, python: str | None = None) -> list[str]:
     module = "relax_hpc.engines.embedded.server"
     where = ["--model-path", str(model_path), "--host", host, "--options", str(options)]
-    return [python or sys.executable, "-m", module, *where]
+    return [python or sys.executable, "-P", "-m", module, *where]

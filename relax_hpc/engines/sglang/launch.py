@@ -289,4 +289,4 @@ class _Parser(argparse.ArgumentParser):
 
 
 def command(python: str | None = None) -> list[str]:
-    return [python or sys.executable, "-m", "relax_hpc.engines.sglang.serve"]
+    return [python or sys.executable, "-P", "-m", "relax_hpc.engines.sglang.serve"]

@@ -32,7 +32,7 @@ max_restarts=3
 restart_delays_s=(0.5 1.0 2.0 4.0 8.0 16.0 30.0)
 restart_window_s=1800
 look_every_s=15.0
-verdict=(/envs/submit/bin/python -m relax_hpc.runs.verdict '/runs/it'"'"'s here')
+verdict=(/envs/submit/bin/python -P -m relax_hpc.runs.verdict '/runs/it'"'"'s here')
 
 # Bash 5.2 forgets some of the children that end while a trap runs: `wait` for one of them says -1,
 # or waits for ever. So it is asked once the child is gone; until then time passes by reading from a
@@ -279,18 +279,18 @@ component_0() {
   { export NCCL_CUMEM_ENABLE=0
   } || setup_failed rollout "$?" 'export NCCL_CUMEM_ENABLE=0'
   eval "$plain_options"; trap - ERR DEBUG; unset IFS GLOBIGNORE
-  supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- srun --het-group=0 --nodes=2 --ntasks=4 --ntasks-per-node=2 --relative=0 --cpus-per-task=8 --gpus-per-node=4 --mpi=pmix --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --cpu-bind=none --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.err /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --gpus 4 --requeues --bootstrap mpi
+  supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- srun --het-group=0 --nodes=2 --ntasks=4 --ntasks-per-node=2 --relative=0 --cpus-per-task=8 --gpus-per-node=4 --mpi=pmix --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --cpu-bind=none --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.err /envs/sglang/bin/python -u -P -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --gpus 4 --requeues --bootstrap mpi
 }
 component_0 & components+=($!) names+=(rollout)
 
 component_1() {
-  supervise actor 2 '/runs/it'"'"'s here/submission/actor' -- srun --het-group=1 --nodes=1 --ntasks=2 --ntasks-per-node=2 --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.err /envs/train/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' actor --start @start@ --requeues
+  supervise actor 2 '/runs/it'"'"'s here/submission/actor' -- srun --het-group=1 --nodes=1 --ntasks=2 --ntasks-per-node=2 --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.err /envs/train/bin/python -u -P -m relax_hpc.launch.entry '/runs/it'"'"'s here' actor --start @start@ --requeues
 }
 component_1 & components+=($!) names+=(actor)
 
-serve scaler /envs/submit/bin/python -m relax_hpc.scale.scaler_main '/runs/it'"'"'s here' --job-id "$job_id" --controller "$$" & server=$!
+serve scaler /envs/submit/bin/python -P -m relax_hpc.scale.scaler_main '/runs/it'"'"'s here' --job-id "$job_id" --controller "$$" & server=$!
 
-/envs/submit/bin/python -m relax_hpc.boards.follower '/runs/it'"'"'s here' --to tensorboard --job-id "$job_id" --controller "$$" & boards+=($!)
+/envs/submit/bin/python -P -m relax_hpc.boards.follower '/runs/it'"'"'s here' --to tensorboard --job-id "$job_id" --controller "$$" & boards+=($!)
 
 # One may have given up before the next was started.
 [ -z "$failed$stopping" ] || end_all
@@ -314,7 +314,7 @@ word=USR1
 for board in "${boards[@]}"; do join "$board"; done
 
 [ -z "$stopping" ] || tell stopped --words 'the job was told to end: cancelled, preempted, or out of time'
-[ -n "$stopping" ] || /envs/submit/bin/python -m relax_hpc.boards.finish '/runs/it'"'"'s here' --exit-code "$exit_code" "${ended[@]}" || exit_code=1
+[ -n "$stopping" ] || /envs/submit/bin/python -P -m relax_hpc.boards.finish '/runs/it'"'"'s here' --exit-code "$exit_code" "${ended[@]}" || exit_code=1
 [ -z "$stopping" ] || exit_code=143
 echo "$exit_code" > '/runs/it'"'"'s here/submission'/"$job_id"_exit_code
 exit "$exit_code"
