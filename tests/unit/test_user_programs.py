@@ -91,14 +91,17 @@ def test_the_programs_of_a_job_are_copied_with_what_they_import(tmp_path, mine):
 
 def test_a_package_beside_the_command_is_found_and_no_module_there_takes_the_place_of_pythons(mine):
     (mine / "pack").mkdir()
-    (mine / "pack" / "rewards.py").write_text("import random\ndef score(): return random.random\n")
+    (mine / "wave.py").write_text("raise ImportError\n")  # one that nobody has imported before
+    (mine / "pack" / "rewards.py").write_text(
+        "import wave\ndef score(): return wave.WAVE_FORMAT_PCM"
+    )
     program = (
         "import sys\nfrom relax_hpc.user_files import imported\n"
-        "print(imported('pack.rewards:score')().__self__)"
+        "assert 'wave' not in sys.modules; print(imported('pack.rewards:score')())"
     )
     command = [sys.executable, "-P", "-c", program]
     said = subprocess.run(command, cwd=mine, capture_output=True, text=True, timeout=60)
-    assert said.stdout.startswith("<random.Random"), said.stderr
+    assert said.stdout == "1\n", said.stderr
 
 
 def test_no_process_of_a_run_looks_for_modules_in_the_folder_of_the_command():
