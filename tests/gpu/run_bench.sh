@@ -43,7 +43,7 @@ measure() { # NAME ARGUMENTS: ended early when its log says that it failed
   job=$!
   while kill -0 "$job" 2>/dev/null; do
     sleep 2
-    for found in "$tmp"/tmp*/engine.log "$tmp"/tmp*/bench/logs/engine-*.log; do
+    for found in "$tmp"/*/engine.log "$tmp"/*/bench/logs/engine-*.log; do
       [ ! -e "$found" ] || cp "$found" "$out/$name-$(basename "$found")" 2>/dev/null
     done
     ! grep -qE '^Traceback|^[A-Za-z.]*Error' "$log" || { sleep 6; kill "$job" 2>/dev/null; }

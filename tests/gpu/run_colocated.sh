@@ -3,7 +3,7 @@
 # a machine with one GPU or more and no network: Qwen3-0.6B's shape with random weights, without Slurm.
 # Further arguments go to `relax-hpc submit`, such as --set weights.quantize=fp8.
 #
-# PACK is a folder with setup.sh and wheels/, as for run_hetjob.sh. OUT gets the events of the trainer,
+# PACK is a folder with setup.sh and wheels/, as for run_hetjob.sh. OUT gets the run's events and logs,
 # what `relax-hpc timeline` says, and its picture. LIMIT: seconds.
 set -euo pipefail
 pack=$(cd "$1" && pwd)
@@ -20,7 +20,7 @@ timeout "${LIMIT:-420}" python3 -m relax_hpc submit jobs/qwen3-0.6b.toml --local
   --set schedule.max_staleness=0 --set schedule.num_steps=4 \
   --set weights.checksum_every=1 --set launch.max_restarts=0 "${@:2}" || status=$?
 run="$work/runs/colocated"
-cp "$run"/events/actor-0.jsonl "$out/" || true
+tar -C "$run" -cJf "$out/run.tar.xz" events logs || true
 python3 -m relax_hpc timeline "$run" --out "$out/timeline.png" | tee "$out/timeline.txt" || true
 ((status == 0)) || tail -n 40 "$run"/logs/*.log || true
 exit "$status"

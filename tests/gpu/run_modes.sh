@@ -12,7 +12,7 @@
 # all, and SHAPE tiny runs without a GPU. OUT gets SHAPE.json, SHAPE.md, SHAPE.png, and of each mode its
 # events, or its logs if it failed. FOLDER (by default in /tmp) has the model and what is done, which is
 # not done again: later calls on the same machine add modes; SHAPE, GPUs and ARGUMENTS must stay the same.
-# LIMIT: seconds of a mode, its start included.
+# LIMIT: seconds of a mode from when its processes begin; ended by a signal, it still keeps what there is.
 set -euo pipefail
 pack=$(cd "$1" && pwd) shape=${2:-qwen3-4b}
 out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
@@ -49,18 +49,21 @@ wanted=() status=0
 for mode in colocate staleness-0 staleness-1 staleness-2; do
   [[ " ${modes[*]} " == *" $mode "* || -e $work/runs/$mode.json ]] && wanted+=(--mode "$mode")
 done
+keep() {
+  for mode in "${modes[@]}"; do
+    if [ -d "$work/runs/$mode" ] && [ ! -e "$work/runs/$mode.json" ]; then # it failed
+      tail -n 25 "$work/runs/$mode"/logs/*.log 2>/dev/null | cut -c 1-220 || true
+    fi
+    tar -C "$work/runs" --exclude checkpoints --exclude '*.h5' --exclude weights --exclude '*.safetensors' \
+      -cJf "$out/$mode.tar.xz" "$mode" 2>/dev/null || true
+  done
+}
+trap keep EXIT
 minutes=$(awk "BEGIN { print ${LIMIT:-330} / 60 }")
 python3 -X faulthandler -m relax_hpc bench modes "$job" "${wanted[@]}" --folder "$work/runs" --limit "$minutes" \
   --json "$out/$shape.json" --plot "$out/$shape.png" --set model.path="$model/model" \
   --set prompts.train="$model/train.jsonl" "${sizes[@]}" "${arguments[@]:1}" \
   >"$out/$shape.md" || status=$?
-for mode in "${modes[@]}"; do
-  if [ -d "$work/runs/$mode" ] && [ ! -e "$work/runs/$mode.json" ]; then # it failed
-    tail -n 25 "$work/runs/$mode"/logs/*.log 2>/dev/null | cut -c 1-220 || true
-  fi
-  tar -C "$work/runs" --exclude checkpoints --exclude '*.h5' --exclude weights --exclude '*.safetensors' \
-    -cJf "$out/$mode.tar.xz" "$mode" 2>/dev/null || true
-done
 echo "== after $SECONDS s"
 cat "$out/$shape.md"
 exit "$status"

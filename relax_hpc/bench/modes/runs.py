@@ -46,7 +46,7 @@ def measure(
         folder: of the results, and of the runs; of one that is done only its events stay.
         overrides: further settings of all jobs; results do not know of them: use another folder.
         limit_s: a run that takes longer is ended, and has failed.
-        say: is told what begins and what came of it.
+        say: is told what begins, how far it is, and what came of it.
     """
     results = []
     for mode in wanted:
@@ -54,7 +54,7 @@ def measure(
         known: dict[str, Any] | None = read_json(path)
         if known is None:
             say(f"{mode.name}: begins")
-            result = _run(mode, work, job, folder, overrides, limit_s)
+            result = _run(mode, work, job, folder, overrides, limit_s, say)
             if not result.failure:
                 write_json(path, asdict(result))
         else:
@@ -74,34 +74,45 @@ def plot(results: Iterable[Figures], work: Work, folder: Path, path: Path) -> Pa
 
 
 def _run(
-    mode: Mode, work: Work, job: Path, folder: Path, overrides: Sequence[str], limit_s: float
+    mode: Mode,
+    work: Work,
+    job: Path,
+    folder: Path,
+    overrides: Sequence[str],
+    limit_s: float,
+    say: Callable[[str], None],
 ) -> Figures:
     run_dir = folder.absolute() / mode.name
     local_run.clear(run_dir)
     try:
         config = jobs.job(mode, work, job, folder, overrides)
         submit.submit(config, local=True)
-        if failure := _failure(work, run_dir, limit_s):
+        if failure := _failure(work, run_dir, limit_s, lambda text: say(f"{mode.name}: {text}")):
             return Figures(mode.name, failure=failure)
         return _kept(mode, work, config, run_dir)
     except RelaxError as error:
         return Figures(mode.name, failure=first_line(error))
 
 
-def _failure(work: Work, run_dir: Path, limit_s: float) -> str:
+def _failure(work: Work, run_dir: Path, limit_s: float, say: Callable[[str], None]) -> str:
     """Waits until the steps are done, and ends the run. Says why they are not; or nothing."""
-    start = time.monotonic()
+    start, told = time.monotonic(), 0
     with local_run.followed(run_dir):
         while True:
             is_over = states.is_over(status.job_state(run_dir))
             events = read_events(RunPaths(run_dir).events_folder)
-            if history.present_step(events) >= work.last:
+            done = history.present_step(events)
+            if done > told:
+                say(f"step {done} of {work.last} after {time.monotonic() - start:.0f} s")
+                told = done
+            if done >= work.last:
                 return ""
             if is_over:
                 found = status.collect(run_dir)
                 return " ".join(found.reason.split()) or found.state
             if time.monotonic() - start > limit_s:
-                return f"step {work.last} was not done within {limit_s / 60:g} min"
+                minutes = f"{limit_s / 60:g} min"
+                return f"step {work.last} was not done within {minutes}, {done} were"
             time.sleep(_LOOK_S)
 
 
