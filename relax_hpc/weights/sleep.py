@@ -44,13 +44,16 @@ class Sleep:
         """Lets engines that are not there yet start; the others wake when they get weights."""
         lease.give(self._register.paths, self._attempt, "engines")
 
-    def fall_asleep(self, *, notice_s: float = 0.0) -> None:
+    def fall_asleep(
+        self, *, notice_s: float = 0.0, on_wait: Callable[[], None] = lambda: None
+    ) -> None:
         """Returns when no engine has more memory than it cannot do without.
 
         What they still have to do is handed back to those who asked, and goes on afterwards.
 
         Args:
             notice_s: how long an engine has to be idle before that is believed.
+            on_wait: called again and again meanwhile.
 
         Raises:
             PeerTimeoutError: an engine neither starts nor fails, or is fenced and does not end.
@@ -58,7 +61,7 @@ class Sleep:
         register = self._register
         lease.give(register.paths, self._attempt, "trainer")
         still = "still starting after {}, and no GPU to train on before"
-        self._wait_while_any(lambda member: member.state == "STARTING", still)
+        self._wait_while_any(lambda member: member.state == "STARTING", still, on_wait)
         awake = {
             member: register.client(member)
             for member in self._of_attempt()
@@ -72,6 +75,7 @@ class Sleep:
             awake,
             lambda engine: self._release(engine, notice_s),
             2 * self._timeout_s,
+            on_wait,
         )
         for member in slept:
             register.note(member, "ASLEEP")
@@ -80,7 +84,7 @@ class Sleep:
         register.write()
         # Nobody can make them release their memory. A task that died says so of its engine when it
         # has started again, and read its data.
-        self._wait_while_any(self._is_to_end, "fenced, and not ended within {}")
+        self._wait_while_any(self._is_to_end, "fenced, and not ended within {}", on_wait)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
@@ -112,13 +116,16 @@ class Sleep:
                 )
             time.sleep(_POLL_S)
 
-    def _wait_while_any(self, is_awaited: Callable[[Member], bool], said: str) -> None:
+    def _wait_while_any(
+        self, is_awaited: Callable[[Member], bool], said: str, on_wait: Callable[[], None]
+    ) -> None:
         """Waits as long as an engine may take to start; names those that take longer."""
         deadline = time.monotonic() + self._start_timeout_s
         while left := [m for m in self._of_attempt() if is_awaited(m)]:
             if time.monotonic() > deadline:
                 names = ", ".join(f"{m.id} ({m.reason})" if m.reason else m.id for m in left)
                 raise PeerTimeoutError(f"{said.format(f'{self._start_timeout_s:g} s')}: {names}")
+            on_wait()
             time.sleep(_POLL_S)
 
     def _is_to_end(self, member: Member) -> bool:

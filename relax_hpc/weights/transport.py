@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from relax_hpc.comm.orders import Receipt
@@ -20,6 +20,7 @@ WAYS: tuple[Way, ...] = get_args(Way)
 """The quickest first."""
 Answer = TypeVar("Answer")
 _CALL_GRACE_S = 5.0
+_WAIT_S = 1.0
 
 
 class Delivery(NamedTuple):
@@ -111,9 +112,12 @@ def each(
     receivers: dict[Member, EngineControl],
     call: Callable[[EngineControl], None],
     timeout_s: float,
+    on_wait: Callable[[], None] = lambda: None,
 ) -> tuple[dict[Member, EngineControl], dict[Member, str]]:
     """Calls all receivers at once; returns those that succeeded, and why others did not."""
-    done, failed = answers(threads, receivers, lambda member: call(receivers[member]), timeout_s)
+    done, failed = answers(
+        threads, receivers, lambda member: call(receivers[member]), timeout_s, on_wait
+    )
     return {member: receivers[member] for member in done}, failed
 
 
@@ -122,11 +126,24 @@ def answers(
     members: Iterable[Member],
     call: Callable[[Member], Answer],
     timeout_s: float,
+    on_wait: Callable[[], None] = lambda: None,
 ) -> tuple[dict[Member, Answer], dict[Member, str]]:
-    """Makes a call for all members at once; returns the answers, and why others failed."""
+    """Makes a call for all members at once; returns the answers, and why others failed.
+
+    Args:
+        threads: make the calls.
+        members: to call.
+        call: of one member.
+        timeout_s: of all together.
+        on_wait: called about once a second meanwhile.
+    """
     deadline = time.monotonic() + timeout_s
     futures = {member: threads.submit(call, member) for member in members}
     found, failed = {}, {}
+    while (left_s := deadline - time.monotonic()) > 0:
+        if not wait(futures.values(), timeout=min(left_s, _WAIT_S)).not_done:
+            break
+        on_wait()
     for member, future in futures.items():
         try:
             found[member] = future.result(timeout=max(0.0, deadline - time.monotonic()))

@@ -30,6 +30,7 @@ from relax_hpc.roles.ending import Ending
 from relax_hpc.roles.idle import Idle
 from relax_hpc.roles.training.build import trainer_of
 from relax_hpc.roles.training.last_save import LastSave
+from relax_hpc.roles.turns import Turns
 from relax_hpc.telemetry.events import EventWriter
 
 
@@ -66,12 +67,12 @@ def main(
             if config.launch.layout == "separate"
             else publishing.publisher(register, waits_for_loads=shares_gpus)
         )
-        last = last_policy.LastPolicy(config, paths, publisher)
+        last = last_policy.LastPolicy(config, paths, publisher, Turns(world).tell)
         every = [checkpoints, *others]
         ending = Ending(paths, context.attempt)
         rank0 = _rank0(
             config, paths, reader, shards, publisher, every, resumed, events, lambda: stop.is_due(),
-            Idle.of(config, paths, context), lambda: world.bcast(loop.Waits()),
+            Idle.of(config, paths, context), Turns(world).tell,
         )  # fmt: skip
     save = saving.Saving(
         config.actor, paths, world, trainer, checkpoints, rank0, events,

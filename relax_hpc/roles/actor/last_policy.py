@@ -5,6 +5,7 @@ the model began with: without a trainer the last evaluation could not be made.
 """
 
 import time
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 from relax_hpc import heartbeat
@@ -15,10 +16,11 @@ from relax_hpc.errors import PeerTimeoutError
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.actor import loop
 from relax_hpc.roles.rollout.heldout import Board
+from relax_hpc.roles.turns import heard
 
 LOOK_EVERY_S = 2.0
 
-Wanted = Literal["publish", "nothing", "end"]
+Wanted = Literal["publish", "end"]
 
 
 class Newcomers(Protocol):
@@ -32,10 +34,18 @@ class LastPolicy:
         config: of the run; rollout that is a job of its own loads the last policy by itself.
         paths: of the run.
         publisher: knows whether an engine has come.
+        tell_others: tells the other ranks that it waits; called again and again while it does.
     """
 
-    def __init__(self, config: RunConfig, paths: RunPaths, publisher: Newcomers) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        paths: RunPaths,
+        publisher: Newcomers,
+        tell_others: Callable[[], None] = loop.nothing,
+    ) -> None:
         self._publisher, self._patience_s = publisher, config.launch.peer_timeout_s
+        self._tell_others = tell_others
         size, names = config.rollout_pool.num_hosts, tuple(config.eval)
         tasks = range(size) if config.launch.layout != "separate" else ()
         self._owing = {rank: Board(paths, rank, size) for rank in tasks}
@@ -43,17 +53,15 @@ class LastPolicy:
         self._kept, self._since = dict[int, int | None](), time.monotonic()
 
     def wanted(self) -> Wanted:
-        """Waits for an engine or for the last score, for a while.
+        """Waits for an engine or for the last score.
 
         Raises:
             PeerTimeoutError: nobody has scored a prompt for `launch.peer_timeout_s`.
         """
-        until = time.monotonic() + loop.TURN_S
         while self._look():
             if self._publisher.has_newcomers():
                 return "publish"
-            if time.monotonic() >= until:
-                return "nothing"
+            self._tell_others()
             time.sleep(LOOK_EVERY_S)
         return "end"
 
@@ -86,7 +94,7 @@ def serve(
     """
     while True:
         with heartbeat.phase("last evaluation", waits=True):
-            wanted = world.bcast(last.wanted() if last else None)
+            wanted = heard(world, last.wanted() if last else None)
         if wanted == "end":
             return
         if wanted == "publish":

@@ -5,12 +5,15 @@ the update of the policy; then engines are given that policy, and sample the nex
 """
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
+from relax_hpc import heartbeat
 from relax_hpc.comm.world import World
 from relax_hpc.engines.training_engine import TrainingEngine
+from relax_hpc.roles.turns import Turns, heard
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights.sleep import NOTICE_S
 
@@ -18,7 +21,7 @@ from relax_hpc.weights.sleep import NOTICE_S
 class Engines(Protocol):
     """All of them, as rank 0 sees to them."""
 
-    def fall_asleep(self, *, notice_s: float = 0.0) -> None: ...
+    def fall_asleep(self, *, notice_s: float = 0.0, on_wait: Callable[[], None] = ...) -> None: ...
     def wake(self) -> None: ...
     def close(self) -> None: ...
 
@@ -55,7 +58,9 @@ class SharedGpus:
             engines: rank 0's, nobody else's.
         """
         self._world, self._engines, self._events = world, engines, events
-        self._take(notice_s=NOTICE_S)
+        self._turns = Turns(world)
+        with heartbeat.phase("lease", waits=True):
+            self._take(notice_s=NOTICE_S)
 
     def to_trainer(self, trainer: TrainingEngine) -> None:
         """Engines sleep, and the trainer takes back what it lent."""
@@ -79,9 +84,9 @@ class SharedGpus:
     def _take(self, *, notice_s: float = 0.0) -> None:
         start = time.perf_counter()
         if self._engines:
-            self._engines.fall_asleep(notice_s=notice_s)
+            self._engines.fall_asleep(notice_s=notice_s, on_wait=self._turns.tell)
             self._note("trainer", time.perf_counter() - start)
-        self._world.barrier()
+        heard(self._world, None)
         self._is_trainers = True
 
     def _note(self, holder: str, seconds: float) -> None:

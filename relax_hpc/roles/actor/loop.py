@@ -18,15 +18,9 @@ from relax_hpc.roles.dealing.portions import Portion, Share, share_of
 from relax_hpc.roles.dealing.sight import sight_of
 from relax_hpc.roles.teacher.routing import of_its_teacher
 from relax_hpc.roles.training.steps import StepLog, stop_or_go_on
+from relax_hpc.roles.turns import heard
 from relax_hpc.schema import Trajectory
 from relax_hpc.telemetry.timers import Timers
-
-TURN_S = 30.0
-"""The other ranks hear from rank 0 so often, while it waits for others."""
-
-
-class Waits(NamedTuple):
-    """Rank 0's word that there is nothing to train on yet."""
 
 
 class Duties(StepLog, Protocol):
@@ -141,7 +135,7 @@ class _Batches:
         while not last:
             dealt = self._duties.next_portion(step, timers)
             with timers("read"):
-                portion = self._told(dealt)
+                portion = heard(self._world, dealt)
             if portion is None:
                 with timers("publish", waits=True):
                     publish(self._world, self._trainer, self._duties)
@@ -151,13 +145,6 @@ class _Batches:
                 share, last = share_of(portion, self._trainer.dp_rank), portion.record.last
                 rows = self._read(portion, share)
             yield rows, share, last
-
-    def _told(self, dealt: Portion | None) -> Portion | None:
-        """Rank 0's `dealt`, once it has some."""
-        told: Portion | Waits | None = Waits()
-        while isinstance(told, Waits):
-            told = self._world.bcast(dealt)
-        return told
 
     def _read(self, portion: Portion, share: Share) -> list[Trajectory]:
         """The rows of `share`, on all ranks of a replica, which one of them reads."""

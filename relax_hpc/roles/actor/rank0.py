@@ -2,7 +2,6 @@
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,7 +40,7 @@ class Rank0:
         checkpoints: of all who train on the rows of the plan.
         is_ending: whether the job is about to end.
         idle: is told whether there is nothing to train on.
-        tell_others: tells the other ranks that it waits; called every `loop.TURN_S` while it does.
+        tell_others: tells the other ranks that it waits; called again and again while it does.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Rank0:
         idle: Idle | None = None,
         tell_others: Callable[[], None] = loop.nothing,
     ) -> None:
-        self._tell_others, self._tell_at = tell_others, 0.0
+        self._tell_others = tell_others
         self._config, self._events, self._is_ending = config, events, is_ending
         self._idle = idle or Idle(None)
         self.sequencer, self._publisher, self._checkpoints = sequencer, publisher, checkpoints
@@ -76,7 +75,6 @@ class Rank0:
         """
         if self._lookout:
             self._lookout.check()
-        self._tell_at = time.monotonic() + loop.TURN_S
         try:
             with timers("wait", waits=True):
                 record = self.sequencer.next_portion(
@@ -227,9 +225,7 @@ class Rank0:
             log.error("engines hold other weights than the trainer: %s", verified)
 
     def _look_up(self) -> None:
-        if time.monotonic() >= self._tell_at:
-            self._tell_at = time.monotonic() + loop.TURN_S
-            self._tell_others()
+        self._tell_others()
         self._idle.note(idle=self.sequencer.lacks_groups())
         self._note_loads()
         if self._publisher.has_newcomers() or self._is_ending():

@@ -19,6 +19,7 @@ from relax_hpc.checkpoints.store import Checkpoint, Checkpoints
 from relax_hpc.comm.world import SoloWorld, connect
 from relax_hpc.errors import FencedError
 from relax_hpc.paths import BusPaths
+from relax_hpc.roles import turns
 from relax_hpc.roles.actor import loop
 from relax_hpc.roles.actor.other_ranks import OtherRank
 from relax_hpc.roles.actor.rank0 import Rank0
@@ -350,7 +351,7 @@ class Both(Trainer):
 
 def test_ranks_that_wait_for_rank_0_hear_from_it_while_it_waits_for_rollout(tmp_path, monkeypatch):
     """Else they give up on it, where rollout may be absent, or a disk is full, for long."""
-    monkeypatch.setattr(loop, "TURN_S", 0.1)
+    monkeypatch.setattr(turns, "TURN_S", 0.1)
     settings = config(
         run_root=str(tmp_path), launch__layout="separate", weights__transport="files",
         schedule__prompts_per_step=1, schedule__num_steps=1, algorithm__groups__name="as_sampled",
@@ -371,7 +372,7 @@ def test_ranks_that_wait_for_rank_0_hear_from_it_while_it_waits_for_rollout(tmp_
             publisher.wait_for_loads = lambda: False
             duties = Rank0(
                 settings, sequencer, reader, publisher, [], Events(),
-                tell_others=lambda: world.bcast(loop.Waits()),
+                tell_others=turns.Turns(world).tell,
             )  # fmt: skip
         stages = loop.Stages(lambda: None)
         loop.run(settings, world, trainers[number], reader, duties, stages)
