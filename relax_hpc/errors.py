@@ -62,6 +62,10 @@ class EngineLostError(EngineError):
     """An engine gave no answer, or broke off: another one, or the same later, may do better."""
 
 
+class EngineFaultError(EngineLostError):
+    """An engine answered that it failed: HTTP 5xx."""
+
+
 class EngineUnfitError(EngineError):
     """An engine cannot run where it is to, or not as the job says: a package is missing, a setting
     is refused."""

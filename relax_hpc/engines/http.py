@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import httpx
 
-from relax_hpc.errors import EngineError, EngineLostError
+from relax_hpc.errors import EngineError, EngineFaultError, EngineLostError
 
 _SHOWN_CHARACTERS = 500
 _ABSENT = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
@@ -108,11 +108,11 @@ def parsed(asked: str, status: int, content: bytes) -> Any:  # noqa: ANN401
 
 
 def refusal(asked: str, status: int, content: bytes) -> EngineError:
-    """The error that a reply means; one of the server's own making is an EngineLostError."""
+    """The error that a reply means; one of the server's own making is an EngineFaultError."""
     try:
         reply = json.loads(content)
     except ValueError:
         reply = None
     said = reply.get("message") if isinstance(reply, dict) else None
-    kind = EngineLostError if status >= HTTPStatus.INTERNAL_SERVER_ERROR else EngineError
+    kind = EngineFaultError if status >= HTTPStatus.INTERNAL_SERVER_ERROR else EngineError
     return kind(f"{asked}: HTTP {status}: {cut(said or content.decode(errors='replace'))}")

@@ -16,36 +16,26 @@ from typing import Any, NamedTuple
 from relax_hpc.engines.generation import GenerationClient
 from relax_hpc.engines.leads import Computed, Leads
 from relax_hpc.engines.pool_engine import (
+    Attempts,
     Endpoint,
     EngineLoad,
     EngineState,
     PoolEngine,
     next_limit,
+    pause_s,
 )
 from relax_hpc.engines.response import Draft, Generation, Sampling
-from relax_hpc.errors import EngineError, EngineLostError
+from relax_hpc.errors import EngineError, EngineFaultError, EngineLostError
 from relax_hpc.schema import FinishReason
 
 log = logging.getLogger(__name__)
 
-_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-"""An engine that failed is left alone, each time twice as long."""
 _ANSWER_S = 5.0
 """Time for an engine to say its version, or how busy it is: nobody else waits longer for that."""
 _HOMES = 1 << 16
 """Episodes and prompts whose engine is remembered."""
 _LONG = 1024
 """Tokens of a prompt that siblings wait for; with media, all do."""
-
-
-class _Waiting(NamedTuple):
-    """A place in the queue for room."""
-
-    rid: str
-    homes: Sequence[Hashable]
-    """Keys of its prefixes: requests with a key in common have a prefix in common."""
-    min_version: int
-    granted: "asyncio.Future[PoolEngine]"
 
 
 class _Request(NamedTuple):
@@ -55,6 +45,7 @@ class _Request(NamedTuple):
     """Prompt, seed, and how."""
     min_version: int
     homes: Sequence[Hashable]
+    """Keys of its prefixes: requests with a key in common have a prefix in common."""
 
     @property
     def prefix(self) -> Hashable | None:
@@ -62,6 +53,15 @@ class _Request(NamedTuple):
         prompt, _, how = self.asked
         is_long = how.view is not None or len(prompt) >= _LONG
         return self.homes[-1] if self.homes and is_long else None
+
+
+class _Waiting(NamedTuple):
+    """A place in the queue for room."""
+
+    rid: str
+    request: _Request
+    attempts: Attempts
+    granted: "asyncio.Future[PoolEngine]"
 
 
 class Pool:
@@ -192,30 +192,40 @@ class Pool:
             draft: what there is already; it grows while the response arrives.
 
         Raises:
-            EngineError: refused, or got nowhere for `patience_s`.
+            EngineError: refused, or got nowhere for `patience_s` or `MOST_FAULTS` times in a row.
         """
         draft, since = Draft() if draft is None else draft, time.monotonic()
+        attempts = Attempts()
         request = _Request((prompt, seed, sampling), min_version, homes)
         while True:
             held = len(draft.token_ids)
             async with self._leads.turn(request.prefix) as computed:
-                done = await self._try(request, draft, since, computed)
+                done = await self._try(request, draft, since, computed, attempts)
             if done is not None:
                 return done
             if len(draft.token_ids) >= sampling.max_new_tokens:
                 return draft.finished(FinishReason.LENGTH)
             if len(draft.token_ids) > held:
-                since = time.monotonic()
+                since, attempts = time.monotonic(), Attempts()
+                continue
+            if attempts.are_enough([e for e in self._engines.values() if e.state == "serving"]):
+                raise EngineError(str(attempts))
+            await asyncio.sleep(attempts.pause_s)
 
     async def _try(
-        self, request: _Request, draft: Draft, since: float, computed: Computed
+        self,
+        request: _Request,
+        draft: Draft,
+        since: float,
+        computed: Computed,
+        attempts: Attempts,
     ) -> Generation | None:
-        """Samples what one engine gives. Returns None if that is not all of it."""
-        homes, rid = request.homes, f"{self._name}-{next(self._numbers)}"
+        """Samples what one engine gives. Returns None, and notes why, if that is not all of it."""
+        rid = f"{self._name}-{next(self._numbers)}"
         # Where nobody waits, nobody is passed over.
-        engine = None if self._queue else self._choose(rid, homes, request.min_version)
+        engine = None if self._queue else self._choose(rid, request, attempts)
         if engine is None:
-            waiting = self._line_up(rid, homes, request.min_version, first=bool(draft.token_ids))
+            waiting = self._line_up(rid, request, attempts, first=bool(draft.token_ids))
             engine = await self._wait(waiting, since)
         try:
             if not engine.is_known():
@@ -225,19 +235,21 @@ class Pool:
             )
         except EngineLostError as error:
             self._failed(engine, error)
+            attempts.note(engine if isinstance(error, EngineFaultError) else None, str(error))
             return None
         finally:
             engine.in_flight.discard(rid)
             self._grant()
         engine.failures = 0
-        return None if done.finish is FinishReason.ABORT else done
+        if done.finish is not FinishReason.ABORT:
+            return done
+        attempts.note(engine, f"{engine.endpoint.url}: aborted")
+        return None
 
-    def _line_up(
-        self, rid: str, homes: Sequence[Hashable], min_version: int, *, first: bool
-    ) -> _Waiting:
+    def _line_up(self, rid: str, request: _Request, attempts: Attempts, *, first: bool) -> _Waiting:
         """Takes a place in the queue; who has something to lose goes first."""
         granted: asyncio.Future[PoolEngine] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(rid, homes, min_version, granted)
+        waiting = _Waiting(rid, request, attempts, granted)
         (self._queue.appendleft if first else self._queue.append)(waiting)
         return waiting
 
@@ -249,7 +261,7 @@ class Pool:
                     since = time.monotonic()  # they get on, or break off after a silence
                 left = max(since, self._excused_at) + self._patience_s - time.monotonic()
                 if left <= 0:
-                    raise EngineError(self._explain(waiting.min_version))
+                    raise EngineError(self._explain(waiting.request.min_version))
                 await asyncio.wait({waiting.granted}, timeout=left)
         except BaseException:
             waiting.granted.cancel()
@@ -267,22 +279,24 @@ class Pool:
             waiting = self._queue.popleft()
             if waiting.granted.done():  # withdrawn
                 continue
-            if engine := self._choose(waiting.rid, waiting.homes, waiting.min_version):
+            if engine := self._choose(waiting.rid, waiting.request, waiting.attempts):
                 waiting.granted.set_result(engine)
             else:
                 kept.append(waiting)
         self._queue.extendleft(reversed(kept))
 
-    def _choose(self, rid: str, homes: Sequence[Hashable], min_version: int) -> PoolEngine | None:
+    def _choose(self, rid: str, request: _Request, attempts: Attempts) -> PoolEngine | None:
         """Gives a place in an engine to a request, if there is one."""
+        homes, failed = request.homes, attempts.by
         for home in homes:
             best = self._homes.get(home)
-            if best is not None and best.takes(min_version):
+            if best is not None and best not in failed and best.takes(request.min_version):
                 break
         else:
-            able = [engine for engine in self._usable() if engine.takes(min_version)]
+            able = [engine for engine in self._usable() if engine.takes(request.min_version)]
             if not able:
                 return None
+            able = [engine for engine in able if engine not in failed] or able
             best = min(able, key=lambda e: (len(e.in_flight) / e.limit, len(e.in_flight)))
         self._settle(homes, best)
         best.in_flight.add(rid)
@@ -344,7 +358,7 @@ class Pool:
     def _failed(self, engine: PoolEngine, error: EngineError) -> None:
         if engine.state == "lost" or time.monotonic() < engine.not_before:
             return  # what ended with it is no further failure
-        pause = min(_PAUSE_S * 2**engine.failures, _LONGEST_PAUSE_S)
+        pause = pause_s(engine.failures)
         engine.failures += 1
         engine.not_before = time.monotonic() + pause
         log.warning("engine %s: %s; leaving it alone for %g s", engine.endpoint.id, error, pause)

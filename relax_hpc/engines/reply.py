@@ -10,7 +10,12 @@ import numpy as np
 
 from relax_hpc.engines.http import cut, parse_version
 from relax_hpc.engines.response import Counts, Draft
-from relax_hpc.errors import EngineError, EngineLostError, MediaMissingError
+from relax_hpc.errors import (
+    EngineError,
+    EngineFaultError,
+    EngineLostError,
+    MediaMissingError,
+)
 from relax_hpc.media import wire
 from relax_hpc.media.spool import View
 from relax_hpc.schema import FinishReason
@@ -85,8 +90,8 @@ class Reply:
 
     def _check_accepted(self, finish: dict[str, Any] | None) -> None:
         if finish and finish["type"] == "abort" and (status := finish.get("status_code")):
-            kind = EngineError if status == HTTPStatus.BAD_REQUEST else EngineLostError
-            raise kind(f"{self._asked}: refused: {finish.get('message')}")
+            kind = EngineError if status == HTTPStatus.BAD_REQUEST else EngineFaultError
+            raise kind(f"{self._asked}: refused: {status}: {cut(finish.get('message'))}")
 
     def _mark_again(self, spans: Sequence[dict[str, Any]]) -> None:
         """The engine says precisely which token has which version."""

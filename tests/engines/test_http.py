@@ -10,7 +10,7 @@ import pytest
 
 from relax_hpc.engines.async_http import AsyncHttp
 from relax_hpc.engines.http import Http
-from relax_hpc.errors import EngineError, EngineLostError
+from relax_hpc.errors import EngineError, EngineFaultError, EngineLostError
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -92,7 +92,7 @@ def test_a_reply_is_json_or_nothing_and_status_200_alone_is_not_success(side, se
             ("/wrong", EngineError, "HTTP 400: no such model"),
             ("/absent", EngineError, "HTTP 404: nothing here"),
             ("/moved", EngineError, "HTTP 302: "),
-            ("/broken", EngineLostError, "HTTP 503: down"),
+            ("/broken", EngineFaultError, "HTTP 503: down"),
         ):
             with pytest.raises(EngineError) as error:
                 ask("GET", path)

@@ -257,9 +257,9 @@ def test_siblings_share_an_engine_while_it_has_room_and_groups_spread(pair):
         pool, seen = make_pool([one, two], max_in_flight=max_in_flight), {}
         choose = pool._choose
 
-        def spy(rid, homes, min_version):
-            if engine := choose(rid, homes, min_version):
-                seen.setdefault(homes, []).append(engine.endpoint.id)
+        def spy(rid, request, attempts):
+            if engine := choose(rid, request, attempts):
+                seen.setdefault(request.homes, []).append(engine.endpoint.id)
             return engine
 
         pool._choose = spy

@@ -1,6 +1,5 @@
 """Episodes of a rollout task: run side by side, scored together, made into rows of the bus."""
 
-import asyncio
 import hashlib
 import time
 from collections.abc import (
@@ -22,13 +21,14 @@ from relax_hpc.environments.base import Environment, Outcome
 from relax_hpc.environments.record import Call, Record, sequences
 from relax_hpc.environments.session import Sampler, Session
 from relax_hpc.environments.turn_media import TurnMedia
-from relax_hpc.errors import RelaxError
+from relax_hpc.errors import EngineError, RelaxError
 from relax_hpc.media.workers import MediaWorkers
 from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.media_tokens import MediaTokens
 from relax_hpc.prompts.source import Prompt, PromptSource
 from relax_hpc.rewards.contract import Sample, Score
 from relax_hpc.rewards.limit import ErrorLimit
+from relax_hpc.roles.rollout.side_by_side import side_by_side
 from relax_hpc.sampling.how import How
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
 
@@ -124,9 +124,9 @@ class Episodes:
                 made = TurnMedia(self._media_tokens, self._workers, self._config.prompts)
                 turns = await opened.enter_async_context(made)
             begin = partial(self._session, shown, how, group, turns)
-            async with asyncio.TaskGroup() as running:
+            async with side_by_side() as running:
                 tasks = [
-                    running.create_task(self._played(shown, begin(record, seed)))
+                    running.create_task(self._played(shown, group, begin(record, seed)))
                     for record, seed in zip(records, seeds, strict=True)
                 ]
         if any(task.cancelled() for task in tasks):  # else it would pass for an end of the run
@@ -135,9 +135,11 @@ class Episodes:
         metrics = {"media/prepare_s": prepare_s} if prompt.measured else {}
         return await self._scored(prompt, records, outcomes, metrics)
 
-    async def _played(self, prompt: Prompt, session: Session) -> Outcome:
+    async def _played(self, prompt: Prompt, group: Hashable, session: Session) -> Outcome:
         try:
             return await self._environment.rollout(prompt, session)
+        except EngineError as error:
+            raise type(error)(f"{prompt.where}, group {_name_of(group)}: {error}") from error
         except SystemExit as error:  # which would end the task as if the run were over
             where = f"{prompt.where}: an episode of the environment"
             raise RelaxError(f"{where} called sys.exit({error.code!r})") from error
@@ -298,6 +300,11 @@ def rows_of(
             media_spans=sequence.media_spans,
             routed_experts=sequence.routed_experts,
         )
+
+
+def _name_of(group: Hashable) -> str:
+    """The guid of a group of training; of an evaluation its set, and the number of the prompt."""
+    return "/".join(map(str, group)) if isinstance(group, tuple) else str(group)
 
 
 def _numbers(prompt: Prompt, metrics: Mapping[str, float]) -> Mapping[str, float]:

@@ -9,6 +9,7 @@ from relax_hpc.environments.record import Record
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.rollout.episodes import Episode, Episodes, seed_of
 from relax_hpc.roles.rollout.heldout import Board, Due, Row, Share
+from relax_hpc.roles.rollout.side_by_side import side_by_side
 from relax_hpc.telemetry.events import EventWriter
 
 PLACES = 4
@@ -153,7 +154,7 @@ class Evaluator:
                 await asyncio.to_thread(self._board.keep, due, found)
             return found
 
-        async with asyncio.TaskGroup() as group:
+        async with side_by_side() as group:
             tasks = [
                 group.create_task(scored(prompt))
                 for prompt in self._shares[due.name]
@@ -171,7 +172,7 @@ class Evaluator:
         key = f"{due.name}/{prompt.index}"
         seeds = [seed_of(self._config.seed, key, sample) for sample in samples]
         records = [Record() for _ in samples]
-        how, group = self._episodes.how_heldout(settings), (due, prompt.index)
+        how, group = self._episodes.how_heldout(settings), (*due, prompt.index)
         episodes = await self._episodes.run(prompt, records, how, group, seeds)
         self._also(due.name, prompt, seeds, episodes)
         masks = self._config.reward.on_error == "mask"

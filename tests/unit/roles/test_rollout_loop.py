@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import re
 import sys
 from collections import deque
 from contextlib import suppress
@@ -16,7 +15,7 @@ from role_fakes import Events, Journal, config, row
 
 from relax_hpc.bus.credits import Credit, Owed
 from relax_hpc.environments.record import Record
-from relax_hpc.errors import RelaxError
+from relax_hpc.errors import EngineUnfitError, RelaxError
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.rollout import loop as loop_module
 from relax_hpc.roles.rollout.episodes import seed_of
@@ -304,14 +303,24 @@ def test_an_episode_that_ends_its_task_is_an_error_and_no_end_of_the_run(ends, s
     prompt = Prompt(0, [1], "", where="p.jsonl:7")
 
     async def run():
-        with pytest.raises((RelaxError, ExceptionGroup)) as found:
-            await made.run(prompt, [Record()], made.how(1.0), 0, [0])
-        error = found.value
-        return error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+        await made.run(prompt, [Record()], made.how(1.0), 0, [0])
 
-    error = asyncio.run(run())
-    assert isinstance(error, RelaxError)
-    assert re.fullmatch(rf"p\.jsonl:7: an episode of the environment {said}", str(error))
+    with pytest.raises(RelaxError, match=rf"^p\.jsonl:7: an episode of the environment {said}$"):
+        asyncio.run(run())
+
+
+def test_what_engines_say_of_a_request_comes_with_its_prompt_and_of_what_kind_it_is():
+    """A group of errors was all that the status showed, and final ones were tried again."""
+
+    async def asks(prompt, session):
+        raise EngineUnfitError("http://x: HTTP 500: boom")
+
+    environment = SimpleNamespace(rollout=asks)
+    made = episode_fakes.episodes(config(), Sampler(0, Journal()), lambda *_: 1.0, environment)
+    prompt = Prompt(0, [1], "", where="p.jsonl:7")
+    records = [Record(), Record()]
+    with pytest.raises(EngineUnfitError, match=r"^p\.jsonl:7, group 31: http://x: HTTP 500: boom$"):
+        asyncio.run(made.run(prompt, records, made.how(1.0), 31, [0, 1]))
 
 
 def test_the_event_of_a_shard_counts_media_once_and_tokens_of_every_row():

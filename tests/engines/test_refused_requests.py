@@ -1,0 +1,150 @@
+"""Requests that engines answer with an error of their own, or with nothing, again and again."""
+
+import asyncio
+import itertools
+import json
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from relax_hpc.engines import pool_engine
+from relax_hpc.engines.generation import GenerationClient
+from relax_hpc.engines.pool import Pool
+from relax_hpc.engines.pool_engine import Endpoint
+from relax_hpc.engines.response import Sampling
+from relax_hpc.errors import EngineError
+
+HOW = Sampling(1.0, 2, ignore_eos=True)
+POISON, LONG = 666, 1
+
+
+class Engine:
+    """Speaks as SGLang does. `answer` of a seed is an HTTP status, or how a reply ends at once."""
+
+    def __init__(self, answer):
+        self.answer, self.asked = answer, []
+
+    async def generate(self, request):
+        seed = (await request.json())["sampling_params"]["sampling_seed"]
+        self.asked.append((seed, time.monotonic()))
+        what = self.answer(seed)
+        if isinstance(what, int):
+            return web.Response(status=what, text="CUDA error: of this prompt")
+        reply = web.StreamResponse()
+        await reply.prepare(request)
+        if seed == LONG:
+            await asyncio.sleep(30)
+        tokens = [] if what["type"] == "abort" else [[-0.5, 7], [-0.5, 8]]
+        meta = {
+            "finish_reason": what, "completion_tokens": len(tokens), "weight_version": "0",
+            "output_token_logprobs": tokens,
+        }  # fmt: skip
+        await reply.write(b"data: " + json.dumps({"meta_info": meta}).encode() + b"\n\n")
+        return reply
+
+    def times(self, seed):
+        return [at for each, at in self.asked if each == seed]
+
+
+def done(_):
+    return {"type": "length"}
+
+
+@asynccontextmanager
+async def pool_of(*engines):
+    async def version(_):
+        return web.json_response({"weight_version": "0"})
+
+    runners, known = [], {}
+    for number, engine in enumerate(engines):
+        app = web.Application()
+        app.add_routes([web.get("/model_info", version), web.post("/generate", engine.generate)])
+        runners.append(web.AppRunner(app, shutdown_timeout=0.1))
+        await runners[-1].setup()
+        site = web.TCPSite(runners[-1], "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        known[Endpoint(f"e{number}", "0", url, "t")] = "serving"
+    pool = Pool(lambda at: GenerationClient(at.url, at.token), max_in_flight=8, patience_s=60)
+    pool.enlist(known)
+    yield pool
+    await pool.aclose()
+    for runner in runners:
+        await runner.cleanup()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(pool_engine, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(pool_engine, "_LONGEST_PAUSE_S", 0.05)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_request_that_engines_fail_at_ends_while_others_go_on_and_says_why(size):
+    engines = [Engine(lambda seed: 500 if seed == POISON else done(seed)) for _ in range(size)]
+
+    async def run():
+        async with pool_of(*engines) as pool:
+            other = asyncio.create_task(pool.sample([1], LONG, HOW))
+            with pytest.raises(EngineError) as found:
+                await asyncio.wait_for(pool.sample([1, 2], POISON, HOW), 20)
+            assert (await pool.sample([3], 3, HOW)).token_ids == [7, 8]
+            assert not other.done()
+            other.cancel()
+            return str(found.value)
+
+    said = asyncio.run(run())
+    names = ", ".join(f"e{number}" for number in range(size))
+    assert "/generate: HTTP 500: CUDA error: of this prompt" in said
+    assert said.endswith(f"no token in 16 answers of {names}")
+    assert sum(len(engine.times(POISON)) for engine in engines) == pool_engine.MOST_FAULTS
+
+
+def test_an_engine_that_fails_at_everything_is_not_asked_for_ever():
+    """Each request of two saw the other in flight, and took that for progress."""
+    engine = Engine(lambda _: 503)
+
+    async def run():
+        async with pool_of(engine) as pool:
+            both = asyncio.gather(
+                *(pool.sample([n], n, HOW) for n in (2, 3)), return_exceptions=True
+            )
+            return await asyncio.wait_for(both, 20)
+
+    assert all("HTTP 503" in str(error) for error in asyncio.run(run()))
+
+
+def test_one_engine_that_fails_is_not_the_fault_of_a_request_that_others_may_take(monkeypatch):
+    """The other one is full, and comes back later; what is sampled counts anew."""
+    monkeypatch.setattr(pool_engine, "MOST_FAULTS", 3)
+    bad, good = Engine(lambda _: 500), Engine(done)
+
+    async def run():
+        async with pool_of(bad, good) as pool:
+            others = [asyncio.create_task(pool.sample([1], LONG, HOW)) for _ in range(8)]
+            while len(good.asked) < 8:
+                await asyncio.sleep(0.01)
+            asked = asyncio.create_task(pool.sample([2], 2, HOW))
+            while len(bad.times(2)) < 6:
+                await asyncio.sleep(0.01)
+            for other in others:
+                other.cancel()
+            return await asyncio.wait_for(asked, 20)
+
+    assert asyncio.run(run()).token_ids == [7, 8]
+
+
+def test_an_engine_that_breaks_off_at_once_is_asked_again_after_a_pause_and_not_for_ever():
+    engine = Engine(lambda _: {"type": "abort", "message": "Aborted"})
+
+    async def run():
+        async with pool_of(engine) as pool:
+            with pytest.raises(EngineError, match="aborted; no token in 16 answers of e0"):
+                await asyncio.wait_for(pool.sample([1], 2, HOW), 20)
+
+    asyncio.run(run())
+    times = engine.times(2)
+    assert min(later - at for at, later in itertools.pairwise(times)) >= 0.009
+    assert times[-1] - times[0] >= 0.05 * 10
