@@ -50,6 +50,8 @@ class Loads:
         self._under_way = dict[Key, _UnderWay]()
         self._lock = Lock()
         self._ended: SimpleQueue[Loaded] = SimpleQueue()
+        self._failure: Exception | None = None
+        """The end of a thread that could not say how its load ended."""
 
     def begin(self, member: Member, version: int, load: Callable[[], Loaded]) -> None:
         """Has a member that is SYNCING load `version`; what fails in `load` fences it."""
@@ -65,7 +67,12 @@ class Loads:
             return key_of(member) in self._under_way
 
     def expire(self) -> None:
-        """Fences members that have loaded for too long."""
+        """Fences members that have loaded for too long.
+
+        Raises:
+            Exception: what kept a thread from saying how a load ended; `ended` does so, too.
+        """
+        self._check()
         with self._lock:
             now = time.monotonic()
             for late in [each for each in self._under_way.values() if now > each.deadline]:
@@ -83,18 +90,30 @@ class Loads:
 
     def ended(self) -> list[Loaded]:
         """Returns the loads that ended since it was last asked."""
+        self._check()
         return [self._ended.get() for _ in range(self._ended.qsize())]
 
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
     def _run(self, member: Member, version: int, load: Callable[[], Loaded]) -> None:
+        try:
+            loaded = self._loaded(member, version, load)
+            with self._lock:
+                if key_of(member) in self._under_way:  # else it came too late
+                    self._end(loaded)
+        except Exception as error:  # noqa: BLE001 -- the trainer would hear nothing of it
+            self._failure = error
+
+    def _loaded(self, member: Member, version: int, load: Callable[[], Loaded]) -> Loaded:
         try:
             loaded = load()
             if member.takes_orders:
                 switches.note(self._register.paths, member, version, loaded.receipts)
         except (EngineError, OSError) as error:
-            loaded = Loaded(member, version, {}, [], None, str(error))
-        with self._lock:
-            if key_of(member) in self._under_way:  # else it came too late
-                self._end(loaded)
+            return Loaded(member, version, {}, [], None, str(error))
+        return loaded
 
     def _end(self, loaded: Loaded) -> None:
         register, member = self._register, loaded.member

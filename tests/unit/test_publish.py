@@ -255,6 +255,23 @@ def test_versions_go_on_while_one_loads_and_it_skips_to_the_newest_when_it_is_do
     assert house.snapshots == ["v000005", "v000006"]
 
 
+def test_what_goes_wrong_in_the_thread_of_a_load_ends_who_looks_for_its_end(house, monkeypatch):
+    """Of a roster that could not be written nobody heard: its engine was fenced for being late."""
+    house.start("rollout-0").gate.clear()
+    publisher = house.publisher(waits_for_loads=False)
+    assert publisher.publish(1, weights(1)).loading == ["rollout-0"]
+
+    def full(register):
+        raise PermissionError(13, "Permission denied", "weights.json")
+
+    monkeypatch.setattr(Register, "write", full)
+    house.engines["rollout-0", "1"].gate.set()
+    with pytest.raises(PermissionError, match=r"weights\.json"):
+        publisher.wait_for_loads()
+    with pytest.raises(PermissionError):
+        publisher.ended_loads()
+
+
 def test_a_load_that_fails_or_takes_too_long_fences_its_engine_and_nobody_waits_for_it(house):
     bad, slow = house.start("rollout-0"), house.start("rollout-1")
     bad.broken = True
