@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
+from relax_hpc.engines.megatron.checkpoint import part_files
 from relax_hpc.engines.megatron.checkpoint.boxes import Box
 from relax_hpc.engines.megatron.checkpoint.part_files import write_names, write_part
 from relax_hpc.engines.megatron.checkpoint.read import Stored
-from relax_hpc.errors import CheckpointError
+from relax_hpc.errors import CheckpointError, PeerTimeoutError
 from relax_hpc.records import checksum
 
 
@@ -137,3 +138,12 @@ def test_a_checkpoint_names_no_files_outside_of_itself(tmp_path):
     replace(folder, "../ours/common.pt", b"x")
     with pytest.raises(CheckpointError, match=r"names '\.\./ours/common\.pt'"):
         Stored(folder)
+
+
+def test_parts_of_ranks_that_hold_for_a_full_disk_are_waited_for(tmp_path, monkeypatch):
+    """Rank 0 gave them up, and the save with them, while they waited for room."""
+    looks = []
+    monkeypatch.setattr(part_files, "is_short", lambda: looks.append(None) or len(looks) < 4)
+    with pytest.raises(PeerTimeoutError, match=r"no .* within 0 s"):
+        write_names(tmp_path, 2, {"step": 1}, timeout_s=0.1)
+    assert len(looks) == 4
