@@ -5,6 +5,7 @@ elsewhere, with its tokens so far as part of the prompt.
 """
 
 import asyncio
+import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from contextlib import aclosing
 from typing import Any, Self
 
 from relax_hpc.engines.async_http import AsyncHttp
-from relax_hpc.engines.http import parse_version
+from relax_hpc.engines.http import parse_version, reading
 from relax_hpc.engines.reply import Reply, events
 from relax_hpc.engines.response import Counts, Draft, Generation, Load, Sampling
 from relax_hpc.errors import EngineLostError, MediaMissingError
@@ -67,17 +68,21 @@ class GenerationClient:
 
     async def version(self) -> int:
         """Policy version of the weights; 0 until the first update."""
-        return parse_version(await self._http.ask("GET", "/model_info"))
+        reply = await self._http.ask("GET", "/model_info")
+        with reading(f"{self.url}/model_info"):
+            return parse_version(reply)
 
     async def load(self) -> Load:
         """Asks the engine how busy it is."""
-        reply = await self._http.ask("GET", "/v1/loads?include=core")
-        ranks = reply["loads"]
-        return Load(
-            running=sum(int(rank["num_running_reqs"]) for rank in ranks),
-            waiting=sum(int(rank["num_waiting_reqs"]) for rank in ranks),
-            kv_used=max((float(rank["token_usage"]) for rank in ranks), default=0.0),
-        )
+        path = "/v1/loads?include=core"
+        reply = await self._http.ask("GET", path)
+        with reading(f"{self.url}{path}"):
+            ranks = reply["loads"]
+            return Load(
+                running=sum(int(rank["num_running_reqs"]) for rank in ranks),
+                waiting=sum(int(rank["num_waiting_reqs"]) for rank in ranks),
+                kv_used=max((float(rank["token_usage"]) for rank in ranks), default=0.0),
+            )
 
     async def sample(
         self,
@@ -146,9 +151,10 @@ class GenerationClient:
         seen, begun = 0, False
         try:
             async with aclosing(self._http.stream("POST", "/generate", body)) as pieces:
-                async for chunk in events(pieces):
+                async for event in events(pieces):
                     before, held = reply.version, len(draft.token_ids)
-                    reply.add(chunk)
+                    with reading(f"{self.url}/generate"):
+                        reply.add(json.loads(event))
                     if new := len(draft.token_ids) - held:
                         self.counts = self.counts.plus(Counts(num_tokens=new))
                         self.heard_version, self.heard_at = reply.version, time.monotonic()

@@ -6,6 +6,8 @@ traffic between our own nodes.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any, Self
 
@@ -84,6 +86,19 @@ def parse_version(reply: dict[str, Any]) -> int:
     """`weight_version` of a reply; SGLang says "default" where nobody has named one."""
     version = reply["weight_version"]
     return 0 if version == "default" else int(version)
+
+
+@contextmanager
+def reading(asked: str) -> Iterator[None]:
+    """Names who was asked for what where a reply lacks what it should have.
+
+    Raises:
+        EngineFaultError: another engine, or the same later, may do better.
+    """
+    try:
+        yield
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise EngineFaultError(f"{asked}: a reply that cannot be read: {error!r}") from error
 
 
 def cut(text: object) -> str:

@@ -1,7 +1,6 @@
 """A streamed reply of SGLang, put into a draft piece by piece."""
 
 import base64
-import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -113,8 +112,8 @@ class Reply:
         draft.experts.append(flat.reshape(rows, -1).astype(np.int16))
 
 
-async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of server-sent events, up to the mark that ends them."""
+async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The JSON texts of server-sent events, up to the mark that ends them."""
     begun = list[bytes]()  # of a line, which may be megabytes of routed experts
     async for piece in pieces:
         first, *more = piece.split(b"\n")
@@ -124,4 +123,4 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
         lines, begun = [b"".join(begun), *more[:-1]], [more[-1]]
         for line in lines:
             if line.startswith(b"data: ") and line != b"data: [DONE]":
-                yield json.loads(line[6:])
+                yield line[6:]

@@ -14,7 +14,7 @@ from relax_hpc.engines.generation import GenerationClient
 from relax_hpc.engines.pool import Pool
 from relax_hpc.engines.pool_engine import Endpoint
 from relax_hpc.engines.response import Sampling
-from relax_hpc.errors import EngineError
+from relax_hpc.errors import EngineError, EngineFaultError
 
 HOW = Sampling(1.0, 2, ignore_eos=True)
 POISON, LONG = 666, 1
@@ -148,3 +148,31 @@ def test_an_engine_that_breaks_off_at_once_is_asked_again_after_a_pause_and_not_
     times = engine.times(2)
     assert min(later - at for at, later in itertools.pairwise(times)) >= 0.009
     assert times[-1] - times[0] >= 0.05 * 10
+
+
+@pytest.mark.parametrize("said", ['data: {"x": 1}', "data: {not json", "data: []"])
+def test_replies_that_cannot_be_read_are_named_and_end_nothing_else(said):
+    """They were a KeyError of nobody, and one about the load ended the task."""
+
+    async def answer(_):
+        return web.Response(text=f"{said}\n\n")
+
+    async def run():
+        app = web.Application()
+        app.add_routes([web.get("/{any:.*}", answer), web.post("/generate", answer)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        async with GenerationClient(url, "t") as client:
+            for asked, path in (
+                (client.version(), "/model_info"),
+                (client.load(), "/v1/loads"),
+                (client.sample([1], 2, HOW, version=0), "/generate"),
+            ):
+                with pytest.raises(EngineFaultError, match=f"^{url}{path}.*: a reply that cannot"):
+                    await asked
+        await runner.cleanup()
+
+    asyncio.run(run())
