@@ -16,7 +16,7 @@ def _ordered(pair: tuple[int, int]) -> tuple[int, int]:
 Bounds = Annotated[tuple[Positive, Positive], AfterValidator(_ordered)]
 
 
-Store = Literal["source", "canonical"]
+Store = Literal["source", "canonical", "smaller"]
 
 
 class MediaConfig(Section):
@@ -43,9 +43,9 @@ class MediaConfig(Section):
     out from the start, and listed in left_out.jsonl."""
     store: Store = "source"
     """Form in which the bus keeps media. source: the bytes of their files, which the trainer
-    decodes again and compares: 0.4 s of a core for 10 s of 720p. canonical: the pixels or the
-    spectrum themselves, for nodes whose decoders differ, or many videos: about ten times the
-    bytes of a photo, about as many as those of a video that is shown in few tokens."""
+    decodes again and compares. canonical: the pixels or the spectrum themselves, about ten times
+    the bytes of a photo, for nodes whose decoders differ. smaller: of each whichever is smaller,
+    for videos of which few pixels are shown: decoding 10 s of 720p takes 0.4 s of a core."""
     workers: Positive | None = None
     """Processes of a rollout task that read and decode media. If it is not set, one for each core,
     and 8 at most."""

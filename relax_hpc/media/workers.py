@@ -242,7 +242,10 @@ def _make(medium: Measured, recipe: Recipe, file: Path, store: Store) -> tuple[M
     if store == "canonical":
         return stored_as_array(found, digest), digest
     try:
-        return stored(medium, digest), digest
+        made = stored(medium, digest)
     except ConfigError:
         file.unlink()
         raise
+    if store == "smaller" and found.array.nbytes < len(made.data):
+        made = stored_as_array(found, digest)
+    return made, digest

@@ -396,3 +396,23 @@ def test_the_bus_gets_arrays_where_the_job_says_so(recipe, tmp_path):
     assert (stored.kind, stored.canonical_xxh3) == (MediaKind.TENSOR, digest)
     array = wire.array_in(stored.data.tobytes())
     assert np.array_equal(array, canonical(medium, recipe).array)
+
+
+def test_the_bus_gets_whichever_is_smaller_where_the_job_says_so(recipe, tmp_path):
+    """64 tokens are 65,536 pixels, 196,608 bytes: fewer than this PNG has, more than that JPEG."""
+    large, small = photo(512, 512), photo(256, 256, "JPEG", seed=1)
+    assert len(small) < 65536 * 3 < len(large)
+    shown = [measured(source(each), recipe) for each in (large, small)]
+
+    async def run():
+        async with (
+            MediaWorkers(recipe, Decoders(1), tmp_path, "smaller") as workers,
+            workers.prepared(shown, []) as made,
+        ):
+            return made.media
+
+    as_array, as_it_is = asyncio.run(run())
+    assert as_array.kind is MediaKind.TENSOR
+    array = wire.array_in(as_array.data.tobytes())
+    assert np.array_equal(array, canonical(shown[0], recipe).array)
+    assert (as_it_is.kind, as_it_is.data.tobytes()) == (MediaKind.JPEG, small)
