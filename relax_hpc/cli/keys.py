@@ -56,7 +56,11 @@ def explained(job: BaseModel, section: str) -> Iterator[str]:
     for key in matching(section):
         yield from lines_of(key)
         for name, value in _values(job, key.name.split("."), ""):
-            yield f"    here: {name} = {json.dumps(value, default=str)}"
+            yield f"    here: {name} = {json.dumps(value, default=_plain)}"
+
+
+def _plain(value: object) -> object:
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
 
 
 def _values(node: object, path: Sequence[str], prefix: str) -> Iterator[tuple[str, object]]:

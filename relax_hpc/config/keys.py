@@ -12,6 +12,7 @@ from pydantic_core import PydanticUndefined
 from relax_hpc.algorithms import table
 from relax_hpc.algorithms.algorithm import Algorithm
 from relax_hpc.config.layout import Layout
+from relax_hpc.config.prompts import Columns, PromptsConfig
 from relax_hpc.sections import Request, Resources, SharedResources, WholeJob
 
 TOLD_ONCE: dict[str, type[BaseModel]] = {"layout": Layout, "resources": Resources}
@@ -49,7 +50,9 @@ def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:
             yield from _keys_of_parts(field, f"{dotted}.", dict(table.names_of(name)))
             continue
         inner, of_table = _sections(field.annotation)
-        if not inner or any(issubclass(each, (Layout, Request)) for each in inner):
+        is_told = any(issubclass(each, (Layout, Request)) for each in inner)
+        is_told |= Columns in inner and section is not PromptsConfig
+        if not inner or is_told:
             yield Key(dotted, _type(field), _default(field), _text(field))
             if SharedResources in inner:
                 yield from _keys(WholeJob, f"{dotted}.")

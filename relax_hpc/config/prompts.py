@@ -62,6 +62,28 @@ class Columns(Section):
     """Field with the sounds, named as images are. A row may lack it."""
 
 
+def with_columns(sets: Any, columns: Any) -> Any:  # noqa: ANN401
+    """Gives each set of a parsed job the names of columns that it does not say itself.
+
+    Args:
+        sets: tables by name, as parsed; what is none is left for the fields' own checks.
+        columns: names of the whole job, likewise.
+    """
+    if not isinstance(sets, dict) or not isinstance(columns, dict):
+        return sets
+    known = {  # a mistake is said once, where it stands
+        key: name
+        for key, name in columns.items()
+        if key in Columns.model_fields and isinstance(name, str) and name
+    }
+
+    def filled(each: Any) -> Any:  # noqa: ANN401
+        own = each.get("columns", {}) if isinstance(each, dict) else None
+        return each | {"columns": known | own} if isinstance(own, dict) else each
+
+    return {name: filled(each) for name, each in sets.items()}
+
+
 class SourceConfig(Section):
     """One of several sources of prompts."""
 
@@ -69,6 +91,9 @@ class SourceConfig(Section):
     """Names of the data, as in `prompts.train`."""
     weight: Annotated[Number, Field(gt=0)] = 1.0
     """Part of the prompts, beside the weights of the others. Exact in every 1,000 prompts."""
+    columns: Columns = Columns()
+    """Names of its fields, by the keys of `prompts.columns`, whose names it has where it says none.
+    """
 
 
 class PromptsConfig(Section):
@@ -109,7 +134,7 @@ class PromptsConfig(Section):
     @property
     def mixture(self) -> dict[str, SourceConfig]:
         """The sources by name; that of `train` has none."""
-        return self.sources or {"": SourceConfig(path=self.train)}
+        return self.sources or {"": SourceConfig(path=self.train, columns=self.columns)}
 
     @property
     def may_leave_out(self) -> bool:
@@ -120,6 +145,13 @@ class PromptsConfig(Section):
         """Whether a row that cannot be used for this reason is left out."""
         is_medium = isinstance(error, MediumError)
         return (self.media.broken if is_medium else self.bad_rows) == "skip"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sources_have_columns(cls, given: Any) -> Any:  # noqa: ANN401
+        if not isinstance(given, dict) or "sources" not in given:
+            return given
+        return given | {"sources": with_columns(given["sources"], given.get("columns"))}
 
     @model_validator(mode="after")
     def _data_is_named_once(self) -> Self:

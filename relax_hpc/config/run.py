@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -19,7 +19,7 @@ from relax_hpc.config.engines import ROLLOUT, EnginePool, Pools
 from relax_hpc.config.launch import LaunchConfig, check_layout
 from relax_hpc.config.layout import MegatronConfig
 from relax_hpc.config.model import ModelConfig
-from relax_hpc.config.prompts import PromptsConfig
+from relax_hpc.config.prompts import Columns, PromptsConfig, with_columns
 from relax_hpc.config.reward import RewardConfig
 from relax_hpc.config.rollout import RolloutConfig, WeightsConfig
 from relax_hpc.config.teachers import Teachers, columns_by_teacher
@@ -84,6 +84,9 @@ class EvalConfig(Section):
 
     path: Data
     """Data, named and read as `prompts.train`."""
+    columns: Columns = Columns()
+    """Names of its fields, by the keys of `prompts.columns`, whose names it has where it says none.
+    """
     every: NonNegative = 20
     """Steps between evaluations; 0 evaluates before and after only."""
     num_prompts: Positive = 256
@@ -266,6 +269,14 @@ class RunConfig(JobConfig):
         if self.algorithm.waits_for_the_batch:
             return math.inf
         return self.actor.tokens_per_portion
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sets_have_columns(cls, given: Any) -> Any:  # noqa: ANN401
+        prompts = given.get("prompts") if isinstance(given, dict) else None
+        if not isinstance(prompts, dict) or "eval" not in given:
+            return given
+        return given | {"eval": with_columns(given["eval"], prompts.get("columns"))}
 
     @model_validator(mode="after")
     def _pools_can_be(self) -> Self:

@@ -1,6 +1,7 @@
 """A row of data -> what is asked, and what is known of it."""
 
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from relax_hpc.config.prompts import TAKEN, PromptsConfig
@@ -42,15 +43,22 @@ class Record(NamedTuple):
         return sum(len(text_of(message["content"])) for message in self.prompt)
 
 
-def read_record(row: Row, settings: PromptsConfig) -> Record:
+def read_record(row: Row, settings: PromptsConfig, key: str = "prompts.columns") -> Record:
     """Makes a record of a row.
+
+    Args:
+        row: of the data.
+        settings: what becomes of it, with the names of its columns.
+        key: of the job that says these names, for messages.
 
     Raises:
         ConfigError: a field is missing or of a wrong type, or the prompt is empty; names file, line
             and field.
     """
     where, fields, columns = row.where, row.fields, settings.columns
-    prompt, answer = (_needed(row, key, getattr(columns, key)) for key in ("prompt", "answer"))
+    prompt, answer = (
+        _needed(row, f"{key}.{name}", getattr(columns, name)) for name in ("prompt", "answer")
+    )
     prompt = [*map(_with_content, prompt)] if isinstance(prompt, list) else prompt
     if not (isinstance(prompt, str) or _is_chat(prompt)):
         raise ConfigError(
@@ -96,6 +104,12 @@ def as_messages(prompt: str | list[Message]) -> list[Message]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
+def nearest(column: str, names: Sequence[str]) -> str:
+    """Asks whether the field that is called nearly as a column was meant; "" if there is none."""
+    close = difflib.get_close_matches(column, names, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def _needed(row: Row, key: str, column: str) -> Any:  # noqa: ANN401
     found = _field(row.fields, column)
     if found is _MISSING:
@@ -103,8 +117,8 @@ def _needed(row: Row, key: str, column: str) -> Any:  # noqa: ANN401
         more = ", ..." if names[_MOST_NAMES:] else ""
         there = ", ".join(names[:_MOST_NAMES]) + more or "nothing"
         raise ConfigError(
-            f"{row.where}: has no {column}; it has {there}; set prompts.columns.{key} to the field "
-            f"that is the {key}"
+            f"{row.where}: has no {column}; it has {there}; set {key} to the field that is the "
+            f"{key.rpartition('.')[2]}{nearest(column, names)}"
         )
     return found
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relax_hpc.config.prompts import PromptsConfig, SourceConfig
+from relax_hpc.config.prompts import Columns, PromptsConfig, SourceConfig
 from relax_hpc.errors import ConfigError, MediumError, shown
 from relax_hpc.prompts import rows
 from relax_hpc.prompts.files import Joined, open_rows, paths_of
@@ -41,20 +41,26 @@ class Records:
         can_match: Callable[[str], bool] = lambda _: True,
         remedy: str = "",
         graded_by: str = "",
+        section: str = "prompts",
     ) -> None:
         """Opens the files.
 
         Args:
             sources: of the data, by name.
-            settings: what becomes of a row.
+            settings: what becomes of a row; each source has columns of its own.
             can_match: whether any response could have an answer.
             remedy: what an answer has to be.
             graded_by: field with a number that rows are graded by; "" for none.
+            section: of the job that names the sources, for messages.
 
         Raises:
             ConfigError: a source cannot be opened.
         """
-        self._settings, self._can_match, self._remedy = settings, can_match, remedy
+        self._can_match, self._remedy = can_match, remedy
+        self._settings = [
+            (settings.model_copy(update={"columns": each.columns}), _columns_key(section, name))
+            for name, each in sources.items()
+        ]
         self.graded_by = graded_by
         self._skips = settings.bad_rows == "skip"
         self._names = list(sources)
@@ -78,8 +84,8 @@ class Records:
         """Raises:
         ConfigError: the row cannot be used.
         """
-        row = self._rows[index]
-        record = read_record(row, self._settings)
+        row, source = self._rows[index], self._source_of(index)
+        record = read_record(row, *self._settings[source])
         if self.graded_by:
             self._value(row)
         if not self._can_match(record.answer):
@@ -88,8 +94,30 @@ class Records:
                 f"{self._remedy}, or remove the line"
             )
         if not record.source:
-            record = record._replace(source=self._names[bisect_right(self._ends, index)])
+            record = record._replace(source=self._names[source])
         return record
+
+    def columns(self, index: int) -> tuple[Columns, str]:
+        """The names of the columns of a row, and the key of the job that says them."""
+        settings, key = self._settings[self._source_of(index)]
+        return settings.columns, key
+
+    def has(self, index: int, column: str) -> bool:
+        """Whether a row has a field that it may lack; raises as `records[index]`.
+
+        Args:
+            index: of the row.
+            column: as `prompts.columns` calls it.
+        """
+        settings, key = self._settings[self._source_of(index)]
+        record = read_record(self._rows[index], settings, key)
+        media = {f"{source.modality}s" for source in record.media}
+        return {"tools": record.tools is not None, "source": bool(record.source)}.get(
+            column, column in media
+        )
+
+    def _source_of(self, index: int) -> int:
+        return bisect_right(self._ends, index)
 
     def grades(self, rows: Iterable[int]) -> bytes:
         """The grade of each of some rows, among them.
@@ -149,6 +177,10 @@ class Records:
         """Chooses as `rows.sample`, of those that were read."""
         read = list(chain(*self._read))
         return [read[place] for place in rows.sample(self._sizes, count)]
+
+
+def _columns_key(section: str, name: str) -> str:
+    return f"{section}.sources.{name}.columns" if name else f"{section}.columns"
 
 
 def _opened(name: str, paths: Sequence[Path]) -> rows.Rows:

@@ -27,7 +27,7 @@ PROMPTS = {
     '{"prompt": "x", "answer": NaN}': 'answer = nan: must be text; write "nan"',
     '{"prompt": "x", "answer": null}': "answer = None: must be text; write it as text",
     '{"prompt": "x", "answer": ["2"]}': "answer = ['2']: must be text; write it as text",
-    '{"Prompt": "x", "answer": "2"}': "has no prompt; it has Prompt, answer; set prompts.colu",
+    '{"Prompt": "x", "answer": "2"}': "has no prompt; it has Prompt, answer; set ",
     '"prompt"': "is not an object; write one object per line",
     '{"prompt": "x", "answer": "2"} {"prompt": "y"}': "is not JSON: Extra data",
     "{'prompt': 'x', 'answer': '2'}": "is not JSON: Expecting property name enclosed in double",

@@ -107,11 +107,11 @@ def test_the_rooms_in_the_docs_are_those_whose_imports_are_checked():
 
 
 def counted_keys(job):
-    """Names of the keys of a job: without resources, tables that are passed through and parts of
-    an algorithm, and with what a layout holds once."""
+    """Names of the keys of a job: without resources, tables that are passed through or told
+    elsewhere and parts of an algorithm, and with what a layout holds once."""
     names = []
     for key in keys_of(job):
-        is_table = key.type == "table" and key.default == "{}"
+        is_table = key.type == "table"
         of_part = key.name.startswith("algorithm.") and key.name.count(".") > 1
         if not (is_table or of_part) and not TOLD_ONCE.keys() & key.name.split("."):
             names.append(key.name)

@@ -19,7 +19,7 @@ from relax_hpc.models.registry import read_architecture
 from relax_hpc.prompts import overlap
 from relax_hpc.prompts.media_tokens import MediaTokens
 from relax_hpc.prompts.overlap import Overlap
-from relax_hpc.prompts.record import Record
+from relax_hpc.prompts.record import Record, nearest
 from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.rows import SAMPLE, left_out
 from relax_hpc.prompts.source import Examined, PromptSource
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 
 TRAIN = "prompts.train"
+_MAY_LACK = ("tools", "source", *(f"{modality}s" for modality in MODALITIES))
+"""Columns that a row may lack."""
 T = TypeVar("T")
 
 
@@ -63,14 +65,19 @@ def open_files(config: RunConfig) -> Files:
     """
     prompts = config.prompts
     key = "prompts.sources" if prompts.sources else TRAIN
-    train = _records(config, key, prompts.mixture, graded_by=prompts.curriculum)
+    train = _records(config, key, prompts.mixture, "prompts", graded_by=prompts.curriculum)
     return Files(train, open_heldout(config))
 
 
 def open_heldout(config: RunConfig) -> dict[str, Records]:
     """Does as `open_files`, of the held-out sets only."""
     return {
-        name: _records(config, f"eval.{name}.path", {"": SourceConfig(path=each.path)})
+        name: _records(
+            config,
+            f"eval.{name}.path",
+            {"": SourceConfig(path=each.path, columns=each.columns)},
+            f"eval.{name}",
+        )
         for name, each in config.eval.items()
     }
 
@@ -110,7 +117,11 @@ def _can_match(rewards: Sequence[BuiltIn], answer: str) -> bool:
 
 
 def _records(
-    config: RunConfig, key: str, sources: Mapping[str, SourceConfig], graded_by: str = ""
+    config: RunConfig,
+    key: str,
+    sources: Mapping[str, SourceConfig],
+    section: str,
+    graded_by: str = "",
 ) -> Records:
     # A program of somebody else's is not asked here.
     terms = [term for term in terms_of(config.reward) if term.name in REWARDS]
@@ -127,6 +138,7 @@ def _records(
             can_match=partial(_can_match, rewards),
             remedy=" and ".join(remedies),
             graded_by=graded_by,
+            section=section,
         )
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
@@ -193,7 +205,11 @@ def check_sample(config: RunConfig, sources: Sources) -> list[str]:
     bad = dict(found[sources.train_key].bad)
     rows = [row for row in chosen[sources.train_key] if row not in bad]
     records = [sources.train.records[row] for row in rows]
-    _check_columns(config.prompts.columns, records)
+    for key, source in every.items():
+        bad = dict(found[key].bad)
+        good = [row for row in chosen[key] if row not in bad]
+        is_train = key == sources.train_key
+        _check_columns(config.prompts.columns, source.records, good, is_train=is_train)
     check_lengths(config, {key: each.longest for key, each in found.items()})
     for key, each in found.items():
         if len(each.bad) == every[key].num_rows:
@@ -234,23 +250,31 @@ def _is_answered(record: Record) -> bool:
     return isinstance(record.prompt, list) and record.prompt[-1]["role"] == "assistant"
 
 
-def _check_columns(columns: Columns, records: Sequence[Record]) -> None:
-    """A field that a row may lack, and that the job names, is there in one of them."""
-    found = {
-        "tools": any(record.tools is not None for record in records),
-        "source": any(record.source for record in records),
-    }
-    for modality in MODALITIES:
-        found[f"{modality}s"] = any(
-            source.modality == modality for record in records for source in record.media
-        )
-    for key, is_there in found.items():
-        name = getattr(columns, key)
-        if not is_there and name != getattr(Columns(), key) and records:
-            there = ", ".join([columns.prompt, columns.answer, *records[0].metadata])
+def _check_columns(job: Columns, records: Records, rows: Sequence[int], *, is_train: bool) -> None:
+    """A field that a row may lack, and that the job names, is there in one of them.
+
+    Args:
+        job: names of the whole job, which held-out rows may lack.
+        records: of the rows.
+        rows: to look at.
+        is_train: they are trained on.
+    """
+    looked = dict[tuple[str, str], list[int]]()
+    for row in rows:
+        columns, table = records.columns(row)
+        for key in _MAY_LACK:
+            is_own = (name := getattr(columns, key)) != getattr(job, key)
+            if name != getattr(Columns(), key) and (is_own or is_train):
+                place = f"{table if is_own else 'prompts.columns'}.{key}"
+                looked.setdefault((place, key), []).append(row)
+    for (place, key), found in looked.items():
+        if not any(records.has(row, key) for row in found):
+            columns, _ = records.columns(found[0])
+            names = [columns.prompt, columns.answer, *records[found[0]].metadata]
+            name = getattr(columns, key)
             raise ConfigError(
-                f"prompts.columns.{key} = {name!r}: none of the {len(records):,} rows that were "
-                f"looked at has it; the first has {there}"
+                f"{place} = {name!r}: none of the {len(found):,} rows that were looked at has it; "
+                f"the first has {', '.join(names)}{nearest(name, names)}"
             )
 
 
