@@ -11,6 +11,7 @@ from relax_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
     from relax_hpc.config.run import JobConfig
+    from relax_hpc.prompts.overlap import LeftOut
 
 data = typer.Typer()
 _MOST_SHOWN = 20
@@ -38,10 +39,16 @@ def overlap(
         typer.echo(json.dumps(overlaps.to_json(found), indent=1))
         return
     for name, each in found.sets.items():
-        typer.echo(f"eval.{name}: {each.num_prompts:,} prompts")
-    typer.echo(f"prompts.train: {found.num_train:,} prompts")
+        typer.echo(f"eval.{name}: {each.num_prompts:,} prompts{_without(each.left_out)}")
+    typer.echo(f"prompts.train: {found.num_train:,} prompts{_without(found.left_out)}")
     lines = overlaps.lines(found)
     typer.echo("\n".join(lines or ["no prompt is there twice"]))
+
+
+def _without(left_out: "LeftOut") -> str:
+    """Says how many of the prompts that were counted cannot be used, and why the first cannot."""
+    count = left_out.num_rows
+    return f", {count:,} of which cannot be used; the first: {left_out.first}" if count else ""
 
 
 def decode_media(config: "JobConfig", say: Callable[[str], None]) -> None:

@@ -48,6 +48,14 @@ class Found(NamedTuple):
     """File and line of the first of them, and of what each is like."""
 
 
+class LeftOut(NamedTuple):
+    """Rows that cannot be used, and so have no prompt to be compared."""
+
+    num_rows: int = 0
+    first: str = ""
+    """File and line of the first, and what is wrong with it."""
+
+
 class SetOverlap(NamedTuple):
     """Overlap of a held-out set with the training prompts."""
 
@@ -56,6 +64,7 @@ class SetOverlap(NamedTuple):
     """Prompts that are training prompts, media included; white space does not count."""
     alike: Found
     """Further ones of which `WORDS` words in a row are in a training prompt."""
+    left_out: LeftOut
 
 
 class Overlap(NamedTuple):
@@ -67,6 +76,8 @@ class Overlap(NamedTuple):
     """Training prompts that are there before."""
     sets: Mapping[str, SetOverlap]
     """Held-out sets by name."""
+    left_out: LeftOut
+    """Training rows."""
 
 
 class _Heldout:
@@ -74,16 +85,19 @@ class _Heldout:
 
     def __init__(self, sets: Mapping[str, tuple[Prompts, int]]) -> None:
         self.texts: list[_Hashes] = []
+        self.left_out: list[LeftOut] = []
         grams, rows, first = [_no_hashes()], [np.zeros(0, np.int64)], 0
         for prompts, count in sets.values():
             hashes, found, places = _no_hashes(count), [_no_hashes()], [np.zeros(0, np.int64)]
-            for start, texts in _chunks(prompts, count):
+            asked = _Texts(prompts, count)
+            for start, texts in asked.chunks():
                 hashes[start : start + len(texts)] = _text_hashes(texts)
                 of_chunk, owners = _grams(texts)
                 found.append(of_chunk)
                 places.append(owners + start)
             own, places_of = _telling(np.concatenate(found), np.concatenate(places), count)
             self.texts.append(hashes)
+            self.left_out.append(asked.left_out)
             grams.append(own)
             rows.append(places_of + first)
             first += count
@@ -117,23 +131,25 @@ def find(
         most: training prompts to look at; None is all.
     """
     count = len(train) if most is None else min(most, len(train))
-    heldout, hashes = _Heldout(sets), _no_hashes(count)
-    for start, texts in _chunks(train, count):
+    heldout, hashes, asked = _Heldout(sets), _no_hashes(count), _Texts(train, count)
+    for start, texts in asked.chunks():
         hashes[start : start + len(texts)] = _text_hashes(texts)
         grams, owners = _grams(texts)
         heldout.meet(grams, owners + start)
     order = np.argsort(hashes, kind="stable")
     overlaps, first = {}, 0
-    for (name, (prompts, used)), own in zip(sets.items(), heldout.texts, strict=True):
+    for (name, (prompts, used)), own, lacks in zip(
+        sets.items(), heldout.texts, heldout.left_out, strict=True
+    ):
         same, met = _first_of(hashes, order, own), heldout.met[first : first + used]
         alike = np.where(same < 0, met, -1)
         overlaps[name] = SetOverlap(
-            used, _found(prompts, same, train), _found(prompts, alike, train)
+            used, _found(prompts, same, train), _found(prompts, alike, train), lacks
         )
         first += used
     repeated = _first_of(hashes, order, hashes)
     repeated[repeated == np.arange(count)] = -1
-    return Overlap(count, len(train), _found(train, repeated, train), overlaps)
+    return Overlap(count, len(train), _found(train, repeated, train), overlaps, asked.left_out)
 
 
 def to_json(found: Overlap) -> dict[str, Any]:
@@ -143,10 +159,12 @@ def to_json(found: Overlap) -> dict[str, Any]:
             "num_prompts": each.num_prompts,
             "same": each.same._asdict(),
             "alike": each.alike._asdict(),
+            "left_out": each.left_out._asdict(),
         }
         for name, each in found.sets.items()
     }
-    return found._asdict() | {"repeated": found.repeated._asdict(), "sets": sets}
+    more = {name: getattr(found, name)._asdict() for name in ("repeated", "left_out")}
+    return found._asdict() | more | {"sets": sets}
 
 
 def lines(found: Overlap, num_examples: int = _EXAMPLES) -> list[str]:
@@ -201,18 +219,29 @@ def _first_of(hashes: _Hashes, order: _Numbers, asked: _Hashes) -> _Numbers:
     return np.where(hashes[first] == asked, first, -1)
 
 
-def _chunks(prompts: Prompts, count: int) -> Iterator[tuple[int, list[str]]]:
-    for start in range(0, count, _CHUNK):
-        stop = min(start + _CHUNK, count)
-        yield start, [_text(prompts, index) for index in range(start, stop)]
+class _Texts:
+    """The texts of the first prompts of some; counts those that cannot be used."""
+
+    def __init__(self, prompts: Prompts, count: int) -> None:
+        self._prompts, self._count = prompts, count
+        self.left_out = LeftOut()
+
+    def chunks(self) -> Iterator[tuple[int, list[str]]]:
+        for start in range(0, self._count, _CHUNK):
+            stop = min(start + _CHUNK, self._count)
+            yield start, [self._of(index) for index in range(start, stop)]
+
+    def _of(self, index: int) -> str:
+        try:
+            return _text(self._prompts[index])
+        except ConfigError as error:
+            num_rows, first = self.left_out
+            self.left_out = LeftOut(num_rows + 1, first or str(error))
+            return f"\0{self._prompts.where(index)}"
 
 
-def _text(prompts: Prompts, index: int) -> str:
+def _text(record: Record) -> str:
     """The text that is asked and, behind a zero, marks of the media."""
-    try:
-        record = prompts[index]
-    except ConfigError:  # a row that is left out
-        return f"\0{prompts.where(index)}"
     shown = "".join(f"\0{_identity(each)}" for each in record.media)
     if isinstance(record.prompt, str):
         return record.prompt + shown

@@ -134,7 +134,8 @@ def test_the_command_compares_all_prompts_of_a_job(job):
     Path("heldout.jsonl").write_text(f"{json.dumps(lines[3])}\nno row\n")
     skip = "--set=prompts.bad_rows=skip"
     assert command(skip).splitlines() == [
-        "eval.heldout: 2 prompts",
+        "eval.heldout: 2 prompts, 1 of which cannot be used; the first: heldout.jsonl, line 2: is "
+        "not JSON: Expecting value: line 1 column 1 (char 0); write one object per line",
         "prompts.train: 7 prompts",
         "prompts.train: 2 of 7 prompts are there before, e.g. train.jsonl, line 6 as train.jsonl, "
         "line 1; train.jsonl, line 7 as train.jsonl, line 2",
@@ -142,6 +143,8 @@ def test_the_command_compares_all_prompts_of_a_job(job):
         "line 4",
     ]
     found = json.loads(command(skip, "--json"))
+    assert found["left_out"] == {"num_rows": 0, "first": ""}
+    assert found["sets"]["heldout"]["left_out"]["num_rows"] == 1
     assert found["repeated"]["num_prompts"] == 2
     assert found["sets"]["heldout"]["same"]["examples"] == [
         ["heldout.jsonl, line 1", "train.jsonl, line 4"]
@@ -149,6 +152,16 @@ def test_the_command_compares_all_prompts_of_a_job(job):
     Path("heldout.jsonl").write_text(json.dumps({"prompt": "9+9=", "answer": "18"}))
     Path("train.jsonl").write_text(json.dumps(lines[0]))
     assert command().splitlines()[-1] == "no prompt is there twice"
+
+
+def test_rows_that_cannot_be_used_are_counted_of_every_chunk(job, monkeypatch):
+    monkeypatch.setattr(overlap, "_CHUNK", 3)
+    good = json.dumps({"prompt": "1+1=", "answer": "2"})
+    Path("train.jsonl").write_text("".join(f"{line}\n" for line in (good, "x", good, "y", "z")))
+    _, said, *_ = command("--set=prompts.bad_rows=skip").splitlines()
+    assert said.startswith(
+        "prompts.train: 5 prompts, 3 of which cannot be used; the first: train.jsonl, line 2: "
+    )
 
 
 def test_one_question_about_two_images_is_two_prompts(tmp_path):
