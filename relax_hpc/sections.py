@@ -119,7 +119,8 @@ class Request(Section):
     """GPUs of each node, shared by the component's tasks there: 4, or "h100:4" with their type; 0
     computes on CPUs."""
     gpu_type: str | None = None
-    """Type of these GPUs, as `sinfo -o %G` names it; unset takes any."""
+    """Type of these GPUs, as `sinfo -o %G` names it; unset takes any. It asks for none: say
+    `gpus_per_node` as well, in a profile at least."""
     cpus_per_task: Positive | None = None
     """`sbatch --cpus-per-task`: cores of each task."""
     mem: Spelled | None = None

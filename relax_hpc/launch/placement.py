@@ -95,7 +95,8 @@ def place(config: JobConfig) -> list[Component]:
 
     Raises:
         ConfigError: tasks do not divide over the nodes, or MPI is wanted but not said which, or
-            options are said that are none, or that the script says.
+            GPUs of a type but not how many, or options are said that are none, or that the script
+            says.
     """
     profile = profiles.load(config.launch.profile)
     of_job = profile.shared(config.resources)
@@ -107,6 +108,7 @@ def place(config: JobConfig) -> list[Component]:
             resources = _with_variables(interpreter.found_anywhere(resources))
             found[asked.component] = _component(config, role, asked, resources)
             _check_apart(config, found[asked.component])
+            _check_gpus(config, asked, found[asked.component])
         else:
             guest = _component(config, role, asked, _beside(found[asked.beside], asked))
             found[asked.component] = replace(guest, on=asked.beside, bootstrap="files")
@@ -135,6 +137,16 @@ def _check_apart(config: JobConfig, component: Component) -> None:
         raise ConfigError(
             f"{component.key}.sbatch = {component.resources.sbatch}: with launch.layout = "
             "'separate' an idle job is requeued, to give its nodes back; remove --no-requeue"
+        )
+
+
+def _check_gpus(config: JobConfig, asked: Place, component: Component) -> None:
+    """Refuses a type of GPUs of which nobody says a number: on CPUs the job would be a slow one."""
+    kind = asked.resources.gpu_type or config.resources.gpu_type
+    if kind and "gpus_per_node" not in component.resources.model_fields_set:
+        raise ConfigError(
+            f"{component.key}.gpu_type = {kind!r}: nobody says how many; set "
+            f'{component.key}.gpus_per_node = "{kind}:1", or 0 to compute on CPUs'
         )
 
 

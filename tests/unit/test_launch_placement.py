@@ -6,7 +6,8 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
 from relax_hpc.launch import profiles
 from relax_hpc.launch.placement import place
-from relax_hpc.sections import Resources
+from relax_hpc.launch.submit import resolve
+from relax_hpc.sections import Resources, SharedResources
 
 
 def config(rollout=None, actor=None, **launch):
@@ -104,3 +105,21 @@ def test_an_unknown_profile_is_answered_with_the_nearest_name():
 @pytest.mark.parametrize("name", [path.stem for path in profiles.PROFILES.glob("*.toml")])
 def test_the_profiles_that_come_along_are_valid(name):
     profiles.load(name)
+
+
+def test_a_type_of_gpus_of_which_nobody_says_a_number_is_refused(profile):
+    said = "rollout.resources.gpu_type = 'h100': nobody says how many; set "
+    shared = {"resources": SharedResources(gpu_type="h100")}
+    for job in (config(rollout={"gpu_type": "h100"}), config().model_copy(update=shared)):
+        with pytest.raises(ConfigError, match=said):
+            place(job)
+    for count in (0, 4):
+        asked = {"gpu_type": "h100", "gpus_per_node": count}
+        assert place(config(rollout=asked))[0].resources.gpus_per_node == count
+    path = profile("gpus_per_node = 4")
+    assert place(config({"gpu_type": "h100"}, profile=path))[0].resources.gpus_per_node == 4
+    job = config(profile=profile('gpu_type = "h100"'))  # for jobs that ask for some
+    resolved, [rollout, _] = resolve(job)
+    assert (rollout.resources.gpu_type, rollout.resources.gpus_per_node) == ("h100", 0)
+    again = validate(resolved.model_dump(mode="json"), source="of a run")
+    assert place(again)[0].resources == rollout.resources
