@@ -101,7 +101,7 @@ class Copy:
         self._tree = folder / "tree"
         for file in _files():
             (self._tree / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / file, self._tree / file)
+            shutil.copy(ROOT / file, self._tree / file, follow_symlinks=False)
         self._python = self._environment(folder / "venv")
         asked = "import relax_hpc; print(relax_hpc.__file__)"
         found = subprocess.check_output([self._python, "-I", "-c", asked], cwd=folder, text=True)
@@ -166,10 +166,10 @@ def _end(group: int) -> None:
 
 
 def _files() -> list[str]:
-    """Lists the files that git has or would take."""
+    """Lists the files that git has or would take, links to folders among them."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.check_output(command, cwd=ROOT, text=True).split("\0")
-    return [name for name in names if (ROOT / name).is_file()]
+    return [name for name in names if (path := ROOT / name).is_file() or path.is_symlink()]
 
 
 def without(copies: "queue.SimpleQueue[Copy]", tests: tuple[str, ...]) -> bool:

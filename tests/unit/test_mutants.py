@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MUTANTS = runpy.run_path(str(ROOT / "tests" / "mutants" / "run.py"))["load"]()
+RUN = runpy.run_path(str(ROOT / "tests" / "mutants" / "run.py"))
+MUTANTS = RUN["load"]()
 FILES = sorted({mutant.file for mutant in MUTANTS})
 
 
@@ -38,3 +39,7 @@ def test_every_mistake_has_a_name_of_its_own_and_a_test():
     names = [mutant.name for mutant in MUTANTS]
     assert len(set(names)) == len(names)
     assert all(mutant.tests for mutant in MUTANTS)
+
+
+def test_links_to_folders_are_there_where_mistakes_are_planted():
+    assert {"relax_hpc/profiles", "relax_hpc/jobs"} < set(RUN["_files"]())
