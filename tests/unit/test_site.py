@@ -252,7 +252,7 @@ def test_an_image_of_enroot_is_run_by_srun():
     asked = Component("actor", 1, Resources(container="nvcr.io/site/relax:1", srun=["--extra"]))
     text = script.slurm_script(script.Job("run", Path("/runs/run")), [asked])
     image = "--container-image=nvcr.io/site/relax:1 --container-mounts=/runs:/runs --extra "
-    assert image in text and " python3 -u -m relax_hpc.launch.entry " in text
+    assert image in text and " python3 -u -P -m relax_hpc.launch.entry " in text
     assert interpreter.runner("/images/relax.sqsh") == "pyxis"
     with pytest.raises(ConfigError, match="is run by pyxis, a part of srun; without Slurm use"):
         look(container="nvcr.io/site/relax:1", use_slurm=False)
