@@ -275,15 +275,17 @@ class Pool:
         if not self._queue:
             return
         kept = deque[_Waiting]()
-        while self._queue and any(engine.takes(0) for engine in self._usable()):
-            waiting = self._queue.popleft()
-            if waiting.granted.done():  # withdrawn
-                continue
-            if engine := self._choose(waiting.rid, waiting.request, waiting.attempts):
-                waiting.granted.set_result(engine)
-            else:
-                kept.append(waiting)
-        self._queue.extendleft(reversed(kept))
+        try:
+            while self._queue and any(engine.takes(0) for engine in self._usable()):
+                waiting = self._queue[0]
+                if not waiting.granted.done():  # nor withdrawn
+                    if engine := self._choose(waiting.rid, waiting.request, waiting.attempts):
+                        waiting.granted.set_result(engine)
+                    else:
+                        kept.append(waiting)
+                self._queue.popleft()
+        finally:
+            self._queue.extendleft(reversed(kept))
 
     def _choose(self, rid: str, request: _Request, attempts: Attempts) -> PoolEngine | None:
         """Gives a place in an engine to a request, if there is one."""
@@ -337,7 +339,16 @@ class Pool:
     def _begin(self, chore: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(chore)
         self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
+        task.add_done_callback(self._end)
+
+    def _end(self, chore: asyncio.Task[None]) -> None:
+        """Who waits for room is told what kept it from being given."""
+        self._chores.discard(chore)
+        if chore.cancelled() or (error := chore.exception()) is None:
+            return
+        for waiting in self._queue:
+            if not waiting.granted.done():
+                waiting.granted.set_exception(error)
 
     async def _look(self, engine: PoolEngine) -> None:
         """Brings what is known of an engine's version up to date."""

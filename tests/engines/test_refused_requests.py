@@ -176,3 +176,22 @@ def test_replies_that_cannot_be_read_are_named_and_end_nothing_else(said):
         await runner.cleanup()
 
     asyncio.run(run())
+
+
+def test_what_keeps_room_from_being_given_is_told_to_those_who_wait_for_it():
+    """It comes up in a task of the pool's own, whose end nobody waits for."""
+
+    def broken(*_):
+        raise ZeroDivisionError("a fault of ours")
+
+    async def run():
+        async with pool_of(Engine(done)) as pool:
+            known = {engine.endpoint: "serving" for engine in pool._engines.values()}
+            pool.enlist({})
+            asked = [asyncio.create_task(pool.sample([1], seed, HOW)) for seed in (2, 3)]
+            await asyncio.sleep(0.05)
+            pool._choose = broken
+            pool.enlist(known)
+            return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)
+
+    assert [type(error) for error in asyncio.run(run())] == [ZeroDivisionError] * 2

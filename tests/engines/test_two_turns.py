@@ -73,9 +73,9 @@ class Sampler:
         self.pool.enlist(dict.fromkeys(ends, "serving"))
         choose = self.pool._choose
 
-        def noted(rid, homes, min_version):
-            if engine := choose(rid, homes, min_version):
-                self.served.setdefault(homes[0], []).append(engine.endpoint.id)
+        def noted(rid, request, attempts):
+            if engine := choose(rid, request, attempts):
+                self.served.setdefault(request.homes[0], []).append(engine.endpoint.id)
             return engine
 
         self.pool._choose = noted
