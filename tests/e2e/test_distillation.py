@@ -90,6 +90,7 @@ def scores_of(run_dir):
     }
 
 
+@pytest.mark.soak
 def test_a_student_comes_near_to_its_teacher_without_any_reward(tiny, tmp_path):
     teacher = make_teacher(tiny, tmp_path / "teacher", target=0.95)
     assert teacher.greedy >= 0.95
