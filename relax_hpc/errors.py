@@ -63,7 +63,7 @@ class EngineLostError(EngineError):
 
 
 class EngineFaultError(EngineLostError):
-    """An engine answered that it failed: HTTP 5xx."""
+    """An engine answered that it failed (HTTP 5xx), or what cannot be read."""
 
 
 class EngineUnfitError(EngineError):

@@ -167,7 +167,7 @@ def _assemble(
         for index, nodes, step in steps:
             lines += _supervised(job, {index: components[index]}, nodes, step)
     if job.has_summary and any(each.held_nodes > each.nodes for each in components):
-        module = [sys.executable, "-P", "-m", "relax_hpc.scale.scaler_main", str(job.run_dir)]
+        module = _module(job, "relax_hpc.scale.scaler_main")
         scaler = shlex.join([*module, *scaler_options])
         lines += [f'serve scaler {scaler} --job-id "$job_id" --controller "$$" & server=$!', ""]
     for each in _holder(job):  # without it nobody would start the other side
@@ -175,7 +175,7 @@ def _assemble(
         lines += [f'{{ serve holder {each} --controller "$$" || {{ {gone}; }}; }} & server=$!', ""]
     sums_up = job.has_summary and job.side != "training"  # rollout ends last
     if sums_up:
-        module = [sys.executable, "-P", "-m", "relax_hpc.boards.follower", str(job.run_dir)]
+        module = _module(job, "relax_hpc.boards.follower")
         for board in ("tensorboard", *job.exports):
             follower = shlex.join([*module, "--to", board])
             lines.append(f'{follower} --job-id "$job_id" --controller "$$" & boards+=($!)')
@@ -183,8 +183,7 @@ def _assemble(
     lines.append(WAIT)
     lines += [f'[ -n "$stopping" ] || {each} --leave' for each in _holder(job)]
     if job.has_summary:
-        module = [sys.executable, "-P", "-m", "relax_hpc.boards.finish", str(job.run_dir)]
-        finish = shlex.join(module)
+        finish = shlex.join(_module(job, "relax_hpc.boards.finish"))
         told = '--exit-code "$exit_code" "${ended[@]}"'
         lines.append(f'[ -z "$stopping" ] || tell stopped --words {shlex.quote(_STOPPED)}')
     if sums_up:
@@ -202,12 +201,17 @@ def _holder(job: Job) -> list[str]:
     """The process that gives idle nodes back, if the job is one side of a run."""
     if job.side is None:
         return []
-    module = [sys.executable, "-P", "-m", "relax_hpc.launch.sides.holder", str(job.run_dir)]
+    module = _module(job, "relax_hpc.launch.sides.holder")
     return [f'{shlex.join([*module, "--side", job.side])} --job-id "$job_id"']
 
 
+def _module(job: Job, name: str) -> list[str]:
+    """A program of ours about the run; files in the folder of the submit are no modules of it."""
+    return [sys.executable, "-P", "-m", name, str(job.run_dir)]
+
+
 def _verdict(job: Job) -> list[str]:
-    return [sys.executable, "-P", "-m", "relax_hpc.runs.verdict", str(job.run_dir)]
+    return _module(job, "relax_hpc.runs.verdict")
 
 
 def _superseded(job: Job) -> list[str]:

@@ -111,7 +111,8 @@ def counted_keys(job):
     elsewhere and parts of an algorithm, and with what a layout holds once."""
     names = []
     for key in keys_of(job):
-        is_table = key.type == "table"
+        is_told = key.name.endswith(".columns") and key.name != "prompts.columns"
+        is_table = key.type == "table" and (key.default == "{}" or is_told)
         of_part = key.name.startswith("algorithm.") and key.name.count(".") > 1
         if not (is_table or of_part) and not TOLD_ONCE.keys() & key.name.split("."):
             names.append(key.name)

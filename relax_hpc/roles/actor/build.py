@@ -67,12 +67,13 @@ def main(
             if config.launch.layout == "separate"
             else publishing.publisher(register, waits_for_loads=shares_gpus)
         )
-        last = last_policy.LastPolicy(config, paths, publisher, Turns(world).tell)
+        tell_others = Turns(world).tell
+        last = last_policy.LastPolicy(config, paths, publisher, tell_others)
         every = [checkpoints, *others]
         ending = Ending(paths, context.attempt)
         rank0 = _rank0(
             config, paths, reader, shards, publisher, every, resumed, events, lambda: stop.is_due(),
-            Idle.of(config, paths, context), Turns(world).tell,
+            Idle.of(config, paths, context), tell_others,
         )  # fmt: skip
     save = saving.Saving(
         config.actor, paths, world, trainer, checkpoints, rank0, events,

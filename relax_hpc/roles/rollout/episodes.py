@@ -241,7 +241,7 @@ class Grouper:
         """Records of groups that are not finished, one per sibling, by ordinal: those under way,
         and those that were cancelled."""
         self.asked: dict[int, Prompt] = {}
-        """Their prompts, but for groups that are to be gone on with and were not begun here."""
+        """Prompts of those, but for groups that are to be gone on with and were not begun here."""
 
     async def __call__(self, guid: int, min_version: int) -> PromptGroup:
         prompt, rollout = await self._prompts.asked(guid), self._config.rollout

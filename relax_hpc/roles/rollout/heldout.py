@@ -58,7 +58,7 @@ class Row(NamedTuple):
     source: str = ""
     """Subset of the set that the prompt is from."""
     failed: bool = False
-    """Its reward failed."""
+    """Whether the reward failed."""
 
     @classmethod
     def of(
