@@ -76,6 +76,11 @@ def test_every_line_of_a_start_moves_its_phase_on():
             "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
             r"raise engines\.rollout\.args\.mem_fraction_static \(0\.9\)",
         ),
+        (
+            "ValueError: Loaded weights leave no GPU memory for the KV cache under --mem-fraction-"
+            "static=0.9. Raise --mem-fraction-static above 0.976.",
+            r"raise engines\.rollout\.args\.mem_fraction_static \(0\.9\)",
+        ),
         ("    assert self.total_num_heads % attn_tp_size == 0", r"tp_size \(3\): use a divisor"),
         ("RuntimeError: CUDA error: invalid device ordinal", r"resources\.gpus_per_node"),
         ("ModuleNotFoundError: No module named 'sglang'", "without SGLang"),
@@ -155,6 +160,16 @@ def test_the_command_line_of_an_engine_is_the_one_written_down(tmp_path):
         "--model-path", str(tmp_path), "--host", "10.0.0.1", "--port", "7", "--dtype", "bfloat16",
         "--random-seed", "3", "--weight-version", "0", "--max-running-requests", "8",
     ]  # fmt: skip
+
+
+def test_an_engine_on_a_cpu_starts_although_others_take_memory_meanwhile(tmp_path):
+    argv = launch.arguments(
+        tmp_path, host="h", port=1, device="cpu", dtype="float32", seed=0,
+        max_running_requests=8, engine_args={},
+    )  # fmt: skip
+    # SGLang holds what is free after loading against 1 - this of what was free before.
+    assert argv[argv.index("--mem-fraction-static") + 1] == "0.5"
+    assert argv[argv.index("--max-total-tokens") + 1] == "32768"
 
 
 def test_the_token_of_an_engine_is_in_its_file_of_options(tmp_path):

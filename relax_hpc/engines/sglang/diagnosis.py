@@ -21,7 +21,8 @@ _PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|port is already in 
 
 _CAUSES = (
     (
-        r"Not enough memory\. Please try to increase --mem-fraction-static",
+        r"Not enough memory\. Please try to increase --mem-fraction-static"
+        r"|Loaded weights leave no GPU memory for the KV cache",  # 0.5.23
         "the weights leave no room for the key-value cache: raise "
         "{pool}.args.mem_fraction_static ({mem_fraction_static}) or tp_size ({tp_size})",
     ),

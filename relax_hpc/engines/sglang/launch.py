@@ -64,7 +64,8 @@ _CPU_DEFAULTS: PassThrough = {
     "device": "cpu",
     "attention_backend": "torch_native",
     "disable_overlap_schedule": True,
-    "mem_fraction_static": 0.1,
+    # The tokens bound the cache; the fraction is only held against what neighbours take meanwhile.
+    "mem_fraction_static": 0.5,
     "max_total_tokens": 32768,
     "sleep_on_idle": True,  # else an engine with nothing to do takes a core
 }
