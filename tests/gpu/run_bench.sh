@@ -4,6 +4,8 @@
 # several can run beside each other.
 #
 #   client      1 GPU   our requests against plain ones, 1,024 in flight
+#   client-8    1 GPU   likewise in 8 bits: tokens/s beside those of client;  client-8-triton: with
+#                       Triton's kernels in place of DeepGEMM's
 #   colocated   1 GPU   engine and trainer on the same GPU
 #   shared-8    1 GPU   likewise in 8 bits;  shared-16: the same shape in 16
 #   wire        2 GPUs  from one GPU to another, and logprobs of both with float32 logits
@@ -53,14 +55,20 @@ measure() { # NAME ARGUMENTS: ended early when its log says that it failed
   grep -vi warn "$log" | tail -n 24 | cut -c 1-220
 }
 
+client() { # NAME ARGUMENTS
+  # shellcheck disable=SC2046
+  measure "$1" generate --shape qwen3-4b --in-flight 1024 --requests 2048 --prompt-tokens 128 \
+    --new-tokens 256 --repeats 2 --no-streamed $(memory 0.8) \
+    $(graphs 1,64,128,256,384,512,640,768,896,1024) --set engines.rollout.max_running_requests=1024 \
+    "${@:2}"
+}
+
 for what in "${@:2}"; do
   # shellcheck disable=SC2046,SC2086
   case $what in
-    client)
-      measure $what generate --shape qwen3-4b --in-flight 1024 --requests 2048 --prompt-tokens 128 \
-        --new-tokens 256 --repeats 2 --no-streamed $(memory 0.8) \
-        $(graphs 1,64,128,256,384,512,640,768,896,1024) --set engines.rollout.max_running_requests=1024
-      ;;
+    client) client $what ;;
+    client-8) client $what $fp8 ;;
+    client-8-triton) client $what $fp8 --set engines.rollout.args.fp8_gemm_backend=triton ;;
     colocated) measure $what sync --shape qwen3-4b --colocated --updates 10 --logprobs $few ;;
     shared-16) measure $what sync --shape qwen3-0.6b --colocated --updates 10 --logprobs $few ;;
     shared-8) measure $what sync --shape qwen3-0.6b --colocated --updates 10 --logprobs $few $fp8 ;;

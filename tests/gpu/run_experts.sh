@@ -29,7 +29,7 @@ sizes=(
   actor.transformer.recompute_method=uniform actor.transformer.recompute_num_layers=1
   rollout.max_new_tokens=1024 schedule.prompts_per_step=16)
 if [ "$shape" = tiny-moe ]; then
-  sizes=(engines.rollout.args.tp_size=1 engines.rollout.args.mem_fraction_static=0.1
+  sizes=(engines.rollout.args.tp_size=1 engines.rollout.args.mem_fraction_static=0.5
     engines.rollout.resources.gpus_per_node=0
     actor.resources.gpus_per_node=0 actor.layout.expert_parallel=2 actor.layout.data_parallel=2
     actor.tokens_per_micro_batch=1024 actor.optimizer.moments=float32 actor.optimizer.offload=0

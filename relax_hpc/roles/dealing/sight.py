@@ -18,7 +18,7 @@ from relax_hpc.schema import Row, key_of_medium
 
 MOST_KEPT_BYTES = 1 << 30
 """Arrays of a step that are kept for its further passes, e.g. under the reference's weights."""
-_MOST_THREADS = 8
+_MOST_THREADS = 16
 Pixels = npt.NDArray[np.uint8]
 
 
