@@ -3,8 +3,9 @@
 import pytest
 from bus_fixtures import PRODUCERS, SIBLINGS, make_bus, produce, whole_batch
 
+from relax_hpc.bus import sequencer as sequencer_module
 from relax_hpc.bus.credits import CreditTail, CreditWriter
-from relax_hpc.bus.follower import PlanFollower
+from relax_hpc.bus.follower import PlanFollower, PlanTail
 from relax_hpc.bus.frames import FrameWriter
 from relax_hpc.bus.plan import PlanPosition, claim_fence, read_chain
 from relax_hpc.bus.reader import Reader
@@ -114,3 +115,21 @@ def test_a_position_of_another_plan_is_refused(paths):
         whole_batch(sequencer, 1, timeout_s=5)
         with pytest.raises(BusError, match="is not in this run's plan"):
             follow(paths, PlanPosition(1, 1, 7)).next_batch()
+
+
+def test_a_tail_gives_each_record_once_those_that_are_summed_up_too(paths, monkeypatch):
+    monkeypatch.setattr(sequencer_module, "SNAPSHOT_RECORDS", 1)
+    late = PlanTail(paths, CreditTail(paths))
+    early, given = PlanTail(paths, CreditTail(paths)), []
+    position = None
+    for step in range(1, 5):
+        with train(paths, position) as sequencer:  # another trainer for each step
+            whole_batch(sequencer, step, timeout_s=5)
+            sequencer.release(step)
+            position = sequencer.position
+            given += early.look()
+    everything = list(enumerate((each.record for each in read_chain(paths).records), 1))
+    assert [record.step for _, record in given] == [1, 2, 3, 4]
+    assert given == everything == late.look()
+    assert (early.look(), late.look()) == ([], [])
+    assert read_chain(paths, whole=False).base.records > 0

@@ -6,11 +6,12 @@ been judged by then. So a task decides the same before and after any restart, wh
 """
 
 import asyncio
-from collections import Counter
+from bisect import insort
 from collections.abc import Iterable
 
 from relax_hpc.bus.credits import CreditTail
-from relax_hpc.bus.plan import SkippedGroup, read_chain
+from relax_hpc.bus.follower import PlanTail
+from relax_hpc.bus.plan import AnyRecord, SkippedGroup
 from relax_hpc.bus.staleness import judging_span
 from relax_hpc.config.run import RunConfig
 from relax_hpc.paths import BusPaths, RunPaths
@@ -18,12 +19,10 @@ from relax_hpc.roles.rollout.episodes import IsRetired
 
 LOOK_EVERY_S = 1.0
 """Time between looks at how far groups are judged, while that is waited for."""
-_KEPT = 3
-"""Spans whose retired rows are remembered: groups of two are sampled at a time."""
 
 
 class Retirement:
-    """Tells which prompts are retired, by the plan.
+    """Tells which prompts are retired, by the plan. It reads each record of the plan once.
 
     Args:
         paths: of the bus.
@@ -32,10 +31,10 @@ class Retirement:
     """
 
     def __init__(self, paths: BusPaths, times: int, span: int) -> None:
-        self._paths, self._times, self._span = paths, times, span
+        self._span, self._solved = span, Solved(times)
         self._credits = CreditTail(paths, every_s=LOOK_EVERY_S)
-        self._found: dict[int, asyncio.Task[frozenset[int]]] = {}
-        """Guids below which skips count -> rows that are retired by them."""
+        self._plan = PlanTail(paths, CreditTail(paths))
+        self._known_below, self._looking = 0, asyncio.Lock()
 
     async def __call__(self, guid: int, row: int) -> bool:
         """Whether the group is passed over; waits until that is decided.
@@ -46,34 +45,56 @@ class Retirement:
         below = (guid // self._span - 1) * self._span
         if below <= 0:
             return False
-        if below not in self._found:
-            self._found[below] = asyncio.create_task(self._find(below))
-            for old in sorted(self._found)[:-_KEPT]:
-                if old != below:
-                    del self._found[old]
-        return row in await asyncio.shield(self._found[below])
+        if below > self._known_below:
+            async with self._looking:
+                await self._find(below)
+        return self._solved.is_retired(row, below)
 
-    async def _find(self, below: int) -> frozenset[int]:
-        while (credit := self._credits.latest()) is None or credit.judged_guid_below < below:
-            await asyncio.sleep(LOOK_EVERY_S)
-        chain = await asyncio.to_thread(read_chain, self._paths)
-        return retired_rows(chain.skipped, below, self._times)
+    async def _find(self, below: int) -> None:
+        """Returns once all skips of guids under `below` are known."""
+        while below > self._known_below:
+            credit = self._credits.latest()
+            judged = credit.judged_guid_below if credit else 0
+            found = None
+            if judged >= below:
+                found = await asyncio.to_thread(self._plan.look)
+            if found is None:  # or a trainer has just begun
+                await asyncio.sleep(LOOK_EVERY_S)
+                continue
+            self._solved.add(record for _, record in found)
+            self._known_below = judged
 
 
-def retired_rows(skipped: Iterable[SkippedGroup], below: int, times: int) -> frozenset[int]:
-    """Returns the rows of the data whose prompts are retired.
+class Solved:
+    """How often prompts were solved, and up to where.
 
     Args:
-        skipped: of the plan.
-        below: guids that count.
         times: solved groups that retire a prompt.
     """
-    solved = Counter(
-        group.prompt
-        for group in skipped
-        if group.guid < below and group.solved and not (group.retired or group.truncated)
-    )
-    return frozenset(row for row, count in solved.items() if count >= times)
+
+    def __init__(self, times: int) -> None:
+        self._times = times
+        self._guids: dict[int, list[int]] = {}
+        """Row of the data -> the lowest guids of groups that solved its prompt, no more than count.
+        """
+
+    def add(self, records: Iterable[AnyRecord]) -> None:
+        """Takes records of the plan, each once."""
+        for group in records:
+            if isinstance(group, SkippedGroup) and _is_solved(group):
+                guids = self._guids.setdefault(group.prompt, [])
+                insort(guids, group.guid)
+                del guids[self._times :]
+
+    def is_retired(self, row: int, below: int) -> bool:
+        """Whether a row of the data is retired by groups with guids under `below`."""
+        guids = self._guids.get(row, ())
+        return len(guids) == self._times and guids[-1] < below
+
+
+def _is_solved(group: SkippedGroup) -> bool:
+    """Whether it was sampled, and its prompt solved by it."""
+    return group.solved and not (group.retired or group.truncated)
 
 
 def retirement_of(config: RunConfig, paths: RunPaths) -> IsRetired | None:

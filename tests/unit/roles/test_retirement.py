@@ -7,7 +7,7 @@ import pytest
 from episode_fakes import Board, answer, episodes
 from role_fakes import Events, config
 
-from relax_hpc.bus import layout, staleness
+from relax_hpc.bus import follower, layout, plan, staleness
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.plan import SkippedGroup, read_chain
@@ -165,9 +165,38 @@ def test_groups_count_that_were_sampled_and_solved_and_lie_in_front():
         skip(0, 5), skip(10, 5), skip(1, 6), skip(20, 6), skip(2, 7, solved=False), skip(12, 7),
         skip(3, 8, truncated=True), skip(13, 8), skip(4, 9, retired=True), skip(14, 9),
     ]  # fmt: skip
-    assert retirement.retired_rows(skipped, 20, 2) == {5}
-    assert retirement.retired_rows(skipped, 21, 2) == {5, 6}
-    assert retirement.retired_rows(skipped, 20, 1) == {5, 6, 7, 8, 9}
+
+    def retired(below, times):
+        solved = retirement.Solved(times)
+        solved.add(reversed(skipped))
+        return {row for row in range(10) if solved.is_retired(row, below)}
+
+    assert retired(20, 2) == {5}
+    assert retired(21, 2) == {5, 6}
+    assert retired(20, 1) == {5, 6, 7, 8, 9}
+
+
+def test_each_record_of_the_plan_is_read_once_however_long_the_run_is(tmp_path, monkeypatch):
+    """A task that reads all of the plan for every span takes longer and longer, and more memory."""
+    monkeypatch.setattr(staleness, "SPAN_BATCHES", 1)
+    monkeypatch.setattr(retirement, "LOOK_EVERY_S", 0.002)
+    monkeypatch.setattr(rollout, "POLL_S", 0.002)
+    read = []
+    monkeypatch.setattr(follower, "parse", lambda record: read.append(record) or plan.parse(record))
+    chains, read_whole = [], follower.read_chain
+
+    def read_chain_counted(*args, **kwargs):
+        chains.append(kwargs)
+        return read_whole(*args, **kwargs)
+
+    monkeypatch.setattr(follower, "read_chain", read_chain_counted)
+    made = settings(tmp_path)
+    paths, engines = RunPaths(made.run_dir), Engines()
+    layout.create(paths.bus, ["rollout-0"], {})
+    asyncio.run(live(made, paths, engines, None))
+    records = [each.record._asdict() for each in read_chain(paths.bus).records]
+    assert len(chains) == 1, "the plan is read as a whole only where a trainer begins"
+    assert len(records) / 2 < len(read) <= len(records)
 
 
 @pytest.mark.parametrize(
