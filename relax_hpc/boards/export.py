@@ -82,7 +82,10 @@ class Export:
         return self._points.step
 
     def update(self) -> list[Event]:
-        """Sends what came since the last update, and returns the events that came."""
+        """Sends what came since the last update, and returns the events that came.
+
+        Of very many it takes some, and is to be called again until there are none.
+        """
         events = self._tail.read()
         rows = list(_rows(self._fresh(self._points.take(events))))
         texts = list(self._samples.take(events, self._points.step))
@@ -97,13 +100,17 @@ class Export:
 
     def end(self, *, failed: bool) -> None:
         """Sends the rest, and says that the run is over."""
-        self.update()
+        self._update_all()
         self._service.finish(failed=failed)
 
     def pause(self) -> None:
         """Ends the sending, and not the run."""
-        self.update()
+        self._update_all()
         self._service.pause()
+
+    def _update_all(self) -> None:
+        while self.update():
+            pass
 
     def _fresh(self, points: Iterable[Point | Rewind]) -> Iterator[Point]:
         for point in points:
@@ -159,7 +166,8 @@ def send(run_dir: Path, name: str, *, offline: bool, follow: bool, uri: str | No
     export = Export(paths, config, name, offline=offline)
     try:
         while follow and not states.is_over(state):
-            export.update()
+            while export.update():
+                pass
             time.sleep(_LOOK_S)
             state = status.job_state(run_dir)
     except KeyboardInterrupt:

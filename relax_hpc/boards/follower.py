@@ -84,7 +84,8 @@ def main() -> None:
         board = Export(paths, config, args.to, offline=config.boards.offline)
     tell = _teller(paths, config, args.job_id) if args.to == "tensorboard" else _say_nothing
     while not end.wait(_EVERY_S) and controller.find():
-        tell(board.update())
+        while events := board.update():
+            tell(events)
     end.limit()
     board.end(failed=end.failed)
     sys.stdout.flush()

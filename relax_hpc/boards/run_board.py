@@ -30,7 +30,10 @@ class RunBoard:
         self._points = Points(len(config.producers) if isinstance(config, RunConfig) else 1)
         self._samples = Samples(paths, config)
         self._said: list[Text] = []
+        self._drawn: list[Event] = []
+        """What the picture is made of: nobody reads the events again for it."""
         self._board: TensorBoard | None = None
+        self._is_published = True
         self._pictured_step, self._next_picture = 0, time.monotonic() + _CURVE_EVERY_S
 
     @property
@@ -39,8 +42,12 @@ class RunBoard:
         return self._points.step
 
     def update(self) -> list[Event]:
-        """Draws the events that came since the last update, and returns them."""
+        """Draws the events that came since the last update, and returns them.
+
+        Of very many it takes some, and is to be called again until there are none.
+        """
         events = self._tail.read()
+        self._drawn += curve.drawn_of(events)
         points = list(self._points.take(events))
         texts = list(self._samples.take(events, self.step))
         if points or texts:
@@ -51,14 +58,18 @@ class RunBoard:
             for text in [*void, *texts]:
                 board.say(text)
             self._said += texts
-            board.publish()
-        if time.monotonic() >= self._next_picture:
+            self._is_published = False
+        if not self._is_published and not self._tail.is_behind:  # readers forget the file before
+            self._opened().publish()
+            self._is_published = True
+        if time.monotonic() >= self._next_picture and not self._tail.is_behind:
             self.picture()
         return events
 
     def end(self, *, failed: bool) -> None:
         """Draws the last events, and notes that nothing is missing."""
-        self.update()
+        while self.update():
+            pass
         if self._board is not None:
             self._board.end(failed=failed)
             self._board.publish()
@@ -73,7 +84,7 @@ class RunBoard:
         if self.step != self._pictured_step:
             self._pictured_step = self.step
             draw = curve.plot if isinstance(self._config, RunConfig) else curve.plot_loss
-            draw(self._paths.root)
+            draw(self._paths.root, self._drawn)
 
     def _opened(self) -> TensorBoard:
         if self._board is None:

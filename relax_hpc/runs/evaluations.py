@@ -18,7 +18,7 @@ from relax_hpc.evaluation.statistics import (
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import finite
 from relax_hpc.rewards.answers import final_text, last_box, last_line, number, plain
-from relax_hpc.telemetry.events import Event, read_events
+from relax_hpc.telemetry.events import FREQUENT, Event, read_events
 from relax_hpc.telemetry.tables import aligned
 
 WHENS = ("before", "during", "after")
@@ -62,7 +62,7 @@ def collect(
             prompt; a file of samples is damaged.
     """
     paths = RunPaths(run_dir)
-    tasks = _tasks(read_events(paths.events_folder))
+    tasks = _tasks(read_events(paths.events_folder, but=FREQUENT))
     names = {found for found, _, _ in tasks}
     if name is not None and name not in names:
         there = ", ".join(sorted(names)) or "none yet"

@@ -15,7 +15,7 @@ from relax_hpc.runs import status
 from relax_hpc.runs.engine_rows import Row
 from relax_hpc.runs.status import RunStatus
 from relax_hpc.runs.watching import Watch
-from relax_hpc.telemetry.events import Event, read_events
+from relax_hpc.telemetry.events import Event, events_of_state
 
 EVERY_S = 25.0
 """Seconds without a line after which there is one."""
@@ -51,7 +51,7 @@ class Quiet:
 def at_work(run_dir: Path, watch: Watch) -> str:
     """Says in a line which engines are not there yet, and how far evaluation and batch are."""
     paths = RunPaths(run_dir)
-    events = read_events(paths.events_folder)
+    events = events_of_state(paths.events_folder)
     run = status.collect(run_dir, found=watch.launches(), events=events)
     config = job_file.read_resolved(paths.config)
     said = [run.state.lower()] if run.state != "RUNNING" else []

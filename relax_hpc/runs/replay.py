@@ -27,7 +27,7 @@ from relax_hpc.roles.replay.role import COMPONENT, REPLAY
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.runs import failure, status
 from relax_hpc.runs.resume import check_resources
-from relax_hpc.telemetry.events import read_events
+from relax_hpc.telemetry.events import FREQUENT, read_events
 
 TOLERANCE = 1e-5
 """Difference that another grid may make: of the gradient's norm relative, of a loss absolute."""
@@ -172,7 +172,7 @@ def recorded_step(paths: RunPaths, step: int) -> dict[str, Any]:
 
 
 def _steps(paths: RunPaths, role: str) -> dict[int, dict[str, Any]]:
-    events = read_events(paths.events_folder)
+    events = read_events(paths.events_folder, but=FREQUENT)
     return {e["step"]: e for e in events if (e["event"], e["role"]) == ("step", role)}
 
 

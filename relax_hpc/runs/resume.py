@@ -16,7 +16,7 @@ from relax_hpc.records import write_json
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.runs import status
 from relax_hpc.runs.changes import another_run, changed
-from relax_hpc.telemetry.events import Event, read_events
+from relax_hpc.telemetry.events import FREQUENT, Event, read_events
 from relax_hpc.user_files import ORIGIN
 
 
@@ -61,7 +61,7 @@ def resume(
         partitions.check_preemption(
             [each for each in components if not each.on],
             save_every=config.actor.save_every,
-            save_s=longest_save_s(read_events(paths.events_folder)),
+            save_s=longest_save_s(read_events(paths.events_folder, but=FREQUENT)),
             say=say,
         )
     _compare_programs(paths.programs, say)

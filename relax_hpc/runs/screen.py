@@ -21,7 +21,7 @@ from relax_hpc.runs import engine_rows, status
 from relax_hpc.runs.status import RunStatus
 from relax_hpc.runs.watching import Watch
 from relax_hpc.telemetry import history
-from relax_hpc.telemetry.events import Event, read_events
+from relax_hpc.telemetry.events import Event, events_of_state
 from relax_hpc.telemetry.progress import duration, short
 
 _EVERY_S = 2.0
@@ -59,7 +59,7 @@ def watch(run_dir: Path, console: Console) -> None:
 
 def frame(run_dir: Path, seen: Watch) -> RenderableType:
     """A run as it is now."""
-    events = read_events(RunPaths(run_dir.absolute()).events_folder)
+    events = events_of_state(RunPaths(run_dir.absolute()).events_folder)
     run = status.collect(run_dir, found=seen.launches(), events=events)
     parts: list[RenderableType] = [_head(run), *_curve(events), _components(run)]
     if run.engines:

@@ -17,7 +17,7 @@ from relax_hpc.paths import ComponentPaths, RunPaths
 from relax_hpc.runs import engine_rows, failure, verdict
 from relax_hpc.runs.engine_rows import Row
 from relax_hpc.runs.verdict import Verdict
-from relax_hpc.telemetry.events import Event, read_events
+from relax_hpc.telemetry.events import Event, events_of_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def collect(
     newest, shown = found[0], decisive(found)
     paths = RunPaths(run_dir)
     config = job_file.read_resolved(paths.config)
-    events = read_events(paths.events_folder) if events is None else events
+    events = events_of_state(paths.events_folder) if events is None else events
     why = failure.NOTHING
     if _has_failed(shown.state):
         why = failure.found(run_dir, shown.record, shown.state)

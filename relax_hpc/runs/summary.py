@@ -11,7 +11,7 @@ from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 from relax_hpc.telemetry import curve, history
-from relax_hpc.telemetry.events import Event, read_events
+from relax_hpc.telemetry.events import FREQUENT, Event, read_events
 
 NOTHING = BusAudit(0, 0, 0, 0, 0, 0, 0)
 
@@ -33,7 +33,7 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     """
     paths = RunPaths(run_dir)
     config = job_file.read_resolved(paths.config)
-    return summed_up(paths, config, read_events(paths.events_folder))
+    return summed_up(paths, config, read_events(paths.events_folder, but=FREQUENT))
 
 
 def summed_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from relax_hpc.launch.script import batch_log
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 from relax_hpc.runs import failure
-from relax_hpc.telemetry.events import read_events
+from relax_hpc.telemetry.events import FREQUENT, read_events
 
 What = Literal[
     "restarted", "waiting", "ended", "setup", "requeued", "refused", "stopped", "cancelled",
@@ -206,7 +206,7 @@ def _signal(code: int) -> str:
 def _node(run_dir: Path, job_id: str, names: Sequence[str], task: str) -> str:
     """Returns the node where it failed; empty if that is not known."""
     paths = RunPaths(run_dir)
-    started = [e for e in read_events(paths.events_folder) if e["event"] == "start"]
+    started = [e for e in read_events(paths.events_folder, but=FREQUENT) if e["event"] == "start"]
     nodes = {f"{e['role']}-{e['rank']}": str(e["node"]) for e in started if e["role"] in names}
     if task in nodes:
         return nodes[task]

@@ -19,7 +19,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.runs import engine_rows, status
 from relax_hpc.runs.engine_rows import Row
-from relax_hpc.telemetry.events import read_events
+from relax_hpc.telemetry.events import events_of_state
 from relax_hpc.telemetry.progress import duration
 from relax_hpc.telemetry.tables import align
 
@@ -56,7 +56,7 @@ def collect(run_dir: Path) -> Listing:
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{run_dir}: is supervised fine-tuning, which has no engines")
     state = ScaleState.read(paths)
-    rows = engine_rows.rows(paths, config, found, read_events(paths.events_folder))
+    rows = engine_rows.rows(paths, config, found, events_of_state(paths.events_folder))
     if not over and not waits:
         rows = _with_load(paths, rows)
     number, request = pending(paths, state) if state else (0, None)

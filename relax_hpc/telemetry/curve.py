@@ -1,12 +1,12 @@
 """The picture of a run: does the reward rise, or the loss fall, on held-out data too?"""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_hpc.paths import RunPaths
 from relax_hpc.telemetry import history, picture
-from relax_hpc.telemetry.events import Event, read_events
+from relax_hpc.telemetry.events import FREQUENT, Event, read_events
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,10 +14,35 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREY = "#1f5fa8", "#d9660f", "#555555"
 
 
-def plot(run_dir: Path) -> Path:
-    """Draws reward.png: reward per step, smoothed, held-out rewards; below, the staleness."""
+_FIELDS = {
+    "resume": ("step",),
+    "step": ("step", "reward/mean", "loss", "staleness/mean", "staleness/max"),
+    "heldout": ("step", "loss"),
+    "eval": (
+        "name", "when", "number", "rank", "headline", "version", "correct", "num_samples",
+    ),
+}  # fmt: skip
+"""What is drawn, by kind of event."""
+
+
+def drawn_of(events: Iterable[Event]) -> list[Event]:
+    """What is drawn of some events: little of a few of them."""
+    return [
+        {key: event[key] for key in ("event", "time", *_FIELDS[event["event"]]) if key in event}
+        for event in events
+        if event["event"] in _FIELDS
+    ]
+
+
+def plot(run_dir: Path, events: Sequence[Event] | None = None) -> Path:
+    """Draws reward.png: reward per step, smoothed, held-out rewards; below, the staleness.
+
+    Args:
+        run_dir: of the run.
+        events: `drawn_of` them, in order, by who has read them already.
+    """
     paths = RunPaths(run_dir)
-    events = read_events(paths.events_folder)
+    events = _read(paths) if events is None else events
     done = history.steps(events)
     figure = picture.figure(8, 5.5)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
@@ -27,10 +52,15 @@ def plot(run_dir: Path) -> Path:
     return picture.save(figure, paths.reward_curve)
 
 
-def plot_loss(run_dir: Path) -> Path:
-    """Draws loss.png of a supervised fine-tuning: loss per step, smoothed, held-out losses."""
+def plot_loss(run_dir: Path, events: Sequence[Event] | None = None) -> Path:
+    """Draws loss.png of a supervised fine-tuning: loss per step, smoothed, held-out losses.
+
+    Args:
+        run_dir: of the run.
+        events: as of `plot`.
+    """
     paths = RunPaths(run_dir)
-    events = read_events(paths.events_folder)
+    events = _read(paths) if events is None else events
     figure = picture.figure(8, 4.5)
     axes = figure.subplots()
     figure.suptitle(run_dir.name)
@@ -48,6 +78,10 @@ def plot_loss(run_dir: Path) -> Path:
     axes.grid(alpha=0.25)
     _legend(axes)
     return picture.save(figure, paths.loss_curve)
+
+
+def _read(paths: RunPaths) -> list[Event]:
+    return drawn_of(read_events(paths.events_folder, but=FREQUENT))
 
 
 def smooth(values: Sequence[float], *, keep: float) -> list[float]:

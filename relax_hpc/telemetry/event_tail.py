@@ -1,8 +1,14 @@
 """The events of a run as they are written, by whoever reads along."""
 
+import heapq
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from relax_hpc.telemetry.events import Event, parse
+
+MOST = 10_000
+"""Events that are read at once: of a run that has gone on for weeks, all take gigabytes."""
 
 
 class EventTail:
@@ -16,22 +22,38 @@ class EventTail:
         self._folder = folder
         self.sizes: dict[str, int] = {}
         """Bytes that were read, by file."""
+        self._left: Iterator[Event] | None = None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there were more events than were given last."""
+        return self._left is not None
 
     def read(self) -> list[Event]:
-        """The events that came since it was last asked, in order of time.
+        """The events that came since it was last asked, in order of time, `MOST` at most; none if
+        nothing came.
 
         A line is read once it is complete.
         """
-        found = [event for path in sorted(self._folder.glob("*.jsonl")) for event in self._of(path)]
-        return sorted(found, key=lambda event: event["time"])
+        found = list[Event]()
+        if self._left is not None:
+            found = list(islice(self._left, MOST))
+        if not found:
+            files = map(self._of, sorted(self._folder.glob("*.jsonl")))
+            self._left = heapq.merge(*files, key=lambda event: event["time"])
+            found = list(islice(self._left, MOST))
+        if len(found) < MOST:
+            self._left = None
+        return found
 
-    def _of(self, path: Path) -> list[Event]:
+    def _of(self, path: Path) -> Iterator[Event]:
         seen = self.sizes.get(path.name, 0)
         if path.stat().st_size <= seen:
-            return []
+            return
         with path.open("rb") as file:
             file.seek(seen)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self.sizes[path.name] = seen + len(whole)
-        return parse(whole)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self.sizes[path.name] = seen = seen + len(line)
+                yield from parse(line)

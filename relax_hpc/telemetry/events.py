@@ -8,6 +8,7 @@ A number that is not finite is null, and `not_finite` says which fields held one
 import json
 import os
 import time
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +17,9 @@ from relax_hpc.records import finite
 from relax_hpc.telemetry.event_table import EVENTS, undeclared
 
 Event = dict[str, Any]
+FREQUENT = ("load", "phases", "shard")
+"""Kinds that come all the time: nearly all that a long run has are of these."""
+_NEWEST_BYTES = 1 << 20
 
 
 class EventWriter:
@@ -81,14 +85,41 @@ class EventWriter:
         self.close()
 
 
-def read_events(events_dir: Path) -> list[Event]:
+def read_events(events_dir: Path, *, but: Collection[str] = ()) -> list[Event]:
     """All events of a run in order of time; none where nothing has been written yet.
 
     A line cut short, by a kill or because it is being written right now, is left out.
+
+    Args:
+        events_dir: of the run.
+        but: kinds that are left out. `FREQUENT` ones take nearly all of the time and memory.
     """
-    paths = sorted(events_dir.glob("*.jsonl"))
-    events = [event for path in paths for event in parse(path.read_bytes())]
+    events = [event for path in sorted(events_dir.glob("*.jsonl")) for event in _of(path, but)]
     return sorted(events, key=lambda event: event["time"])
+
+
+def events_of_state(events_dir: Path) -> list[Event]:
+    """Those that tell how a run is, in order of time: of `load` the newest, the other `FREQUENT`
+    ones not at all."""
+    newest = [event for path in sorted(events_dir.glob("*.jsonl")) for event in _newest(path)]
+    loads = [event for event in newest if event["event"] == "load"]
+    events = [*read_events(events_dir, but=FREQUENT), *loads]
+    return sorted(events, key=lambda event: event["time"])
+
+
+def _of(path: Path, but: Collection[str]) -> Iterator[Event]:
+    marks = [f'"event": "{kind}"'.encode() for kind in but]
+    with path.open("rb") as file:
+        for line in file:
+            if not any(mark in line for mark in marks):
+                yield from parse(line)
+
+
+def _newest(path: Path) -> list[Event]:
+    """The events at the end of a file."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _NEWEST_BYTES))
+        return parse(file.read())
 
 
 def parse(data: bytes) -> list[Event]:

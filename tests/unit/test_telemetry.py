@@ -8,8 +8,8 @@ import pytest
 
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.rollout.heldout import Board, Due, Share
-from relax_hpc.telemetry import curve, history, logs, progress
-from relax_hpc.telemetry.events import EventWriter, read_events
+from relax_hpc.telemetry import curve, events, history, logs, progress
+from relax_hpc.telemetry.events import FREQUENT, EventWriter, events_of_state, read_events
 from relax_hpc.telemetry.pace import Pace, PaceMeter
 from relax_hpc.telemetry.timers import Timers
 
@@ -171,6 +171,26 @@ def test_the_curve_is_a_picture_that_changes_with_the_run(run_dir):
     assert curve.plot(run_dir).read_bytes() == before
     write(run_dir, [step(4, 9.0, 0.9)])
     assert curve.plot(run_dir).read_bytes() != before
+
+
+def test_who_looks_at_a_run_reads_no_more_of_what_comes_all_the_time(tmp_path, monkeypatch):
+    """Of loads the newest: a run of weeks has millions of them, all its steps are a few."""
+    monkeypatch.setattr(events, "_NEWEST_BYTES", 2000)
+    parse, read = events.parse, []
+    monkeypatch.setattr(events, "parse", lambda data: read.append(len(data)) or parse(data))
+    folder, numbers = RunPaths(tmp_path).events_folder, []
+    for last in (100, 1000):
+        for kind in FREQUENT:
+            write(tmp_path, [event(kind, n, "rollout", id="e") for n in range(last)])
+        write(tmp_path, [event("load", last, "rollout", id="e"), step(last, last + 0.5, 0.5)])
+        read.clear()
+        found = events_of_state(folder)
+        numbers.append(sum(read))
+        assert {each["event"] for each in found} == {"load", "step"} and found[-1]["step"] == last
+        assert [each["time"] for each in history.loads(found)][-1] == last
+        assert read_events(folder, but=FREQUENT) == [e for e in found if e["event"] == "step"]
+        assert {each["event"] for each in read_events(folder)} == {*FREQUENT, "step"}
+    assert numbers[1] - numbers[0] < 1000
 
 
 def test_a_run_without_steps_can_be_drawn(tmp_path):

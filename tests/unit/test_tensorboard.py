@@ -11,14 +11,17 @@ from tensorboard.plugins.hparams import metadata as hparams
 from relax_hpc.boards import finish, run_board
 from relax_hpc.boards.description import CHARTS
 from relax_hpc.boards.run_board import RunBoard
+from relax_hpc.telemetry import event_tail, events
 from relax_hpc.telemetry.event_table import EVENTS, PREFIXES, tag
 from relax_hpc.telemetry.event_tail import EventTail
+
+LOAD = {"seconds": 5.0, "num_tokens": 9, "in_flight": 1, "kv_used": None}
 
 
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch):
     """Drawing takes seconds, and is tested elsewhere."""
-    monkeypatch.setattr(run_board.curve, "plot", lambda _: None)
+    monkeypatch.setattr(run_board.curve, "plot", lambda *_: None)
 
 
 @pytest.fixture
@@ -230,6 +233,33 @@ def test_a_line_that_is_being_written_is_read_once_it_is_complete(tmp_path):
     assert tail.read() == [] and sum(tail.sizes.values()) == sum(
         each.stat().st_size for each in tmp_path.iterdir()
     )
+
+
+def test_a_run_of_weeks_is_read_once_a_little_at_a_time_and_shown_when_all_is_there(
+    run, monkeypatch
+):
+    """All events at once are gigabytes, and so is the picture if it reads them again."""
+    paths, config = run
+    every = [step(number, 1.0 + number, number / 100) for number in range(1, 61)]
+    loads = [event("load", 1.5 + n / 2, "rollout", id="e", **LOAD) for n in range(90)]
+    write(paths, *every, *loads)
+    monkeypatch.setattr(event_tail, "MOST", 30)
+    read_again, pictures = [], []
+    monkeypatch.setattr(events, "parse", read_again.append)
+    monkeypatch.setattr(run_board.curve, "plot", lambda _, drawn: pictures.append(list(drawn)))
+    board, given = RunBoard(paths, config), []
+    while found := board.update():
+        given.append(found)
+        assert not [*paths.tensorboard.glob("events*")], "a reader would forget the file before"
+    assert [*paths.tensorboard.glob("events*")]
+    assert [len(each) for each in given] == [30] * 5
+    times = [each["time"] for found in given for each in found]
+    assert times == sorted(times)
+    board.picture()
+    assert [each["step"] for each in pictures[0]] == [each["step"] for each in every]
+    assert {key for each in pictures[0] for key in each} == {"event", "time", "step", "reward/mean"}
+    assert read_again == []
+    assert len(curves(read(paths.tensorboard))["reward/mean"]) == len(every)
 
 
 def test_every_tag_is_under_a_prefix_that_the_field_knows_reward_and_loss_come_first():
