@@ -11,6 +11,7 @@ FP8_BLOCK = 128
 TOWERS = ["visual", "audio_tower"]
 """Modules that see or hear, which engines keep in 16 bits."""
 Transport = Literal["collective", "files"]
+StopTexts = list[Annotated[str, Field(min_length=1)]]
 
 
 class RolloutConfig(Section):
@@ -24,6 +25,9 @@ class RolloutConfig(Section):
     greedy."""
     max_new_tokens: Positive = 256
     """Tokens of a response; one that reaches it ends there, with finish "length"."""
+    stop: StopTexts = []
+    """Texts that end a response, which keeps them, e.g. "</search>"; an end of sequence does so,
+    too. They are trained on as what was sampled. An environment may say others for each reply."""
     max_continuations: NonNegative | None = None
     """A response that the end of the job broke off is gone on with after so many announced ends at
     most, then it is sampled again from its beginning; unset is as often as it takes, 0 is never."""
@@ -36,7 +40,7 @@ class RolloutConfig(Section):
     routed_experts: bool | None = None
     """Record which experts each token went to, in the bus column ragged/routed_experts, and train
     it with the same (routing replay); needs a mixture of experts, and `engines.rollout.kind`
-    sglang. Unset is true where there are both."""
+    sglang, and no `stop`. Unset is true where there are these."""
 
 
 class WeightsConfig(Section):

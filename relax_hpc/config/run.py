@@ -21,7 +21,7 @@ from relax_hpc.config.layout import MegatronConfig
 from relax_hpc.config.model import ModelConfig
 from relax_hpc.config.prompts import Columns, PromptsConfig, with_columns
 from relax_hpc.config.reward import RewardConfig
-from relax_hpc.config.rollout import RolloutConfig, WeightsConfig
+from relax_hpc.config.rollout import RolloutConfig, StopTexts, WeightsConfig
 from relax_hpc.config.teachers import Teachers, columns_by_teacher
 from relax_hpc.schema import COLUMNS, ROUTED_EXPERTS, columns_of
 from relax_hpc.sections import (
@@ -99,8 +99,9 @@ class EvalConfig(Section):
     """Sample from the fewest tokens that have this much of the probability together."""
     top_k: NonNegative = 0
     """Sample from so many tokens, the most likely ones; 0 is all."""
-    stop: list[Annotated[str, Field(min_length=1)]] = []
-    """Texts that end a response, which keeps them; an end of sequence does so, too."""
+    stop: StopTexts | None = None
+    """Texts that end a response, which keeps them; an end of sequence does so, too. Unset is
+    `rollout.stop`; [] is none."""
     max_new_tokens: Positive | None = None
     """Tokens of a response; unset is `rollout.max_new_tokens`."""
 
@@ -286,6 +287,11 @@ class RunConfig(JobConfig):
             raise ValueError(
                 "rollout.routed_experts = true: the embedded engine has no experts; use "
                 "engines.rollout.kind = 'sglang', or false"
+            )
+        if self.rollout.routed_experts and self.rollout.stop:
+            raise ValueError(
+                "rollout.routed_experts = true: an engine tells experts of responses that it ends "
+                "itself, and it knows no texts (rollout.stop); use false, or no stop"
             )
         return self
 

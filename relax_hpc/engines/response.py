@@ -108,8 +108,9 @@ class Draft:
         self.mark(first, version)
 
     def cut(self, num_tokens: int) -> None:
-        """Forgets what comes after the first so many tokens."""
-        assert not self.experts
+        """Forgets what comes after the first so many tokens, and the experts, of which the engine
+        tells those of a whole reply."""
+        self.experts = []
         del self.token_ids[num_tokens:], self.logprobs[num_tokens:]
 
     def finished(self, reason: FinishReason) -> Generation:

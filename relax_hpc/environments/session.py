@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
-from relax_hpc.engines.response import Draft, Generation
+from relax_hpc.engines.response import Draft, End, Generation
 from relax_hpc.environments.record import Call, Record
 from relax_hpc.environments.turn_media import Given, TurnMedia
 from relax_hpc.errors import RelaxError
@@ -153,6 +153,7 @@ class Session:
         *,
         max_new_tokens: int | None = None,
         ignore_eos: bool = False,
+        stop: Sequence[str] | None = None,
     ) -> Reply:
         """Samples the policy's next message.
 
@@ -166,7 +167,9 @@ class Session:
         Args:
             messages: the whole conversation so far; None is the prompt.
             max_new_tokens: of the reply; None is the run's limit.
-            ignore_eos: nothing but this limit ends the reply.
+            ignore_eos: nothing but this limit ends the reply, and `stop` if it is given.
+            stop: texts that end the reply, which keeps them, e.g. ["</search>"]; None are the
+                run's. With routing replay, experts of what they end are not on record.
 
         Returns:
             The reply; without a token, and finished by LENGTH, where the conversation is as long
@@ -184,13 +187,26 @@ class Session:
             done = await self._sampler.sample(
                 given,
                 call.draft,
-                how._replace(max_new_tokens=left, view=found.view, ignore_eos=ignore_eos),
+                how._replace(
+                    max_new_tokens=left,
+                    view=found.view,
+                    ignore_eos=ignore_eos,
+                    end=self._end(stop, ignore_eos=ignore_eos),
+                ),
                 seed=seed_of_call(self._seed, self._num_calls - 1),
                 homes=self._homes,
             )
             call.finish, call.routed_experts = done.finish, done.routed_experts
         self._reply = Reply(call, self._conversation, asked, found, self._reply)
         return self._reply
+
+    def _end(self, stop: Sequence[str] | None, *, ignore_eos: bool) -> End | None:
+        if stop is None:
+            return None if ignore_eos else self._how.end
+        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+            where = f"{self._prompt.where}: an environment"
+            raise RelaxError(f"{where} says stop = {stop!r}; give a list of texts, none empty")
+        return self._conversation.stop(stop)
 
     async def _given(self, asked: list[Message]) -> Given:
         """The tokens of a conversation that the policy is to go on with."""

@@ -205,7 +205,11 @@ def test_routing_is_replayed_where_a_model_has_experts_and_nobody_says_no(
         }
     )  # fmt: skip
     assert config.columns == frozenset()
-    config = rollout_check.with_routed_experts(config, read_architecture(folder))
+    shape = read_architecture(folder)
+    rollout = config.rollout.model_copy(update={"stop": ["end"]})
+    stopping = config.model_copy(update={"rollout": rollout})
+    assert rollout_check.with_routed_experts(stopping, shape).replays_routing is bool(wanted)
+    config = rollout_check.with_routed_experts(config, shape)
     assert config.replays_routing is found
     assert config.columns == frozenset({"ragged/routed_experts"} if found else ())
     again = RunConfig.model_validate_json(config.model_dump_json())  # as a task reads it

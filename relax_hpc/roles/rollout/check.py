@@ -39,6 +39,7 @@ def with_routed_experts(config: RunConfig, shape: Architecture) -> RunConfig:
     if config.rollout.routed_experts is not None:
         return config
     can = shape.experts is not None and config.rollout_pool.kind == "sglang"
+    can &= not config.rollout.stop
     rollout = config.rollout.model_copy(update={"routed_experts": can})
     return config.model_copy(update={"rollout": rollout})
 

@@ -88,7 +88,8 @@ class Episodes:
     def how(self, temperature: float, min_version: int = 0) -> How:
         """The run's settings; `min_version` is the oldest policy that may sample a token."""
         limit = self._config.rollout.max_new_tokens
-        return How(temperature, limit, self._max_tokens, min_version)
+        end = self._conversation.stop(self._config.rollout.stop)
+        return How(temperature, limit, self._max_tokens, min_version, end=end)
 
     def how_heldout(self, settings: EvalConfig) -> How:
         """The settings of a held-out set."""
@@ -97,7 +98,7 @@ class Episodes:
             max_new_tokens=settings.max_new_tokens or how.max_new_tokens,
             top_p=settings.top_p,
             top_k=settings.top_k,
-            end=self._conversation.stop(settings.stop),
+            end=how.end if settings.stop is None else self._conversation.stop(settings.stop),
         )
 
     async def run(
