@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from relax_hpc import user_files
 from relax_hpc.algorithms.algorithm import unknown_setting
 from relax_hpc.config.keys import keys_of
-from relax_hpc.config.moved import ELSEWHERE, refusal
+from relax_hpc.config.moved import answer_to, refusal
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError, shown
@@ -177,7 +177,7 @@ def _explain(error: ValidationError, tree: dict[str, Any]) -> Iterator[str]:
         if answer := refusal(item["loc"]):
             yield f"{key} = {shown(item['input'])}: {answer}"
         elif item["type"] == "extra_forbidden":
-            yield f"{key} = {shown(item['input'])}: {_unknown(item['loc'], tree)}"
+            yield f"{key} = {shown(item['input'])}: {_unknown(item['loc'], item['input'], tree)}"
         elif item["type"] == "missing":
             yield f"{key}: is required; add it to the job"
         elif item["type"] == "value_error":
@@ -189,7 +189,7 @@ def _explain(error: ValidationError, tree: dict[str, Any]) -> Iterator[str]:
             yield f"{key} = {shown(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
-def _unknown(loc: tuple[int | str, ...], tree: dict[str, Any]) -> str:
+def _unknown(loc: tuple[int | str, ...], value: object, tree: dict[str, Any]) -> str:
     kind = _kind(tree)
     if kind is SftRunConfig and loc[0] in RunConfig.model_fields:
         return "a job with [sft] has no rollout and does not take it; remove it, or [sft]"
@@ -197,8 +197,8 @@ def _unknown(loc: tuple[int | str, ...], tree: dict[str, Any]) -> str:
         return f"is of the whole job; set resources.{loc[-1]}"
     if loc[0] == "resources" and loc[-1] in Resources.model_fields:
         return f"is of one component; set actor.resources.{loc[-1]}, or that of another one"
-    if here := ELSEWHERE.get(str(loc[-1])):
-        return f"unknown key; here it is {here}"
+    if here := answer_to(loc, value):
+        return f"unknown key; {here}"
     if loc[0] == "algorithm" and len(loc) > 2:
         return f"unknown key; {unknown_setting(tree['algorithm'], str(loc[1]), str(loc[-1]))}"
     return f"unknown key{_nearest(loc, kind)}"

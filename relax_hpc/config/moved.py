@@ -70,6 +70,7 @@ GONE: dict[str, str] = {
 
 ELSEWHERE: dict[str, str] = {
     "train_batch_size": "schedule.prompts_per_step",
+    "gen_batch_size": "schedule.prompts_per_step",
     "rollout_batch_size": "schedule.prompts_per_step",
     "num_prompts_per_step": "schedule.prompts_per_step",
     "n": "rollout.samples_per_prompt",
@@ -81,6 +82,35 @@ ELSEWHERE: dict[str, str] = {
     "max_response_length": "rollout.max_new_tokens",
     "rollout_max_response_len": "rollout.max_new_tokens",
     "max_completion_length": "rollout.max_new_tokens",
+    "max_prompt_length": "prompts.max_prompt_tokens",
+    "rollout_max_prompt_len": "prompts.max_prompt_tokens",
+    "filter_overlong_prompts": "prompts.bad_rows",
+    "train_files": "prompts.train",
+    "prompt_data": "prompts.train",
+    "val_files": "eval.<name>.path",
+    "eval_prompt_data": "eval.<name>.path",
+    "n_samples_per_eval_prompt": "eval.<name>.samples_per_prompt",
+    "eval_max_response_len": "eval.<name>.max_new_tokens",
+    "eval_temperature": "eval.<name>.temperature",
+    "eval_top_p": "eval.<name>.top_p",
+    "eval_top_k": "eval.<name>.top_k",
+    "prompt_key": "prompts.columns.prompt",
+    "input_key": "prompts.columns.prompt",
+    "label_key": "prompts.columns.answer",
+    "tool_key": "prompts.columns.tools",
+    "data_source_key": "prompts.columns.source",
+    "apply_chat_template": "prompts.chat_template",
+    "apply_chat_template_kwargs": "prompts.template_args",
+    "chat_template_kwargs": "prompts.template_args",
+    "enable_thinking": "prompts.template_args.enable_thinking",
+    "system_prompt": "prompts.system",
+    "rollout_temperature": "rollout.temperature",
+    "rollout_stop": "rollout.stop",
+    "stop_strings": "rollout.stop",
+    "use_rollout_routing_replay": "rollout.routed_experts",
+    "custom_generate_function_path": "rollout.environment",
+    "over_sampling_batch_size": "rollout.over_sampling",
+    "rollout_seed": "seed",
     "max_async_level": "schedule.max_staleness",
     "async_level": "schedule.max_staleness",
     "max_off_policy_steps": "schedule.max_staleness",
@@ -94,6 +124,29 @@ ELSEWHERE: dict[str, str] = {
     "num_mini_batches": "algorithm.mini_batches",
     "adv_estimator": "algorithm.advantage.name",
     "advantage_estimator": "algorithm.advantage.name",
+    "use_kl_loss": "algorithm.kl.name",
+    "kl_penalty": "algorithm.kl.name",
+    "use_kl_in_reward": "algorithm.kl.place",
+    "entropy_coef": "algorithm.entropy.coefficient",
+    "entropy_coeff": "algorithm.entropy.coefficient",
+    "clip_ratio": "algorithm.loss.clip_low",
+    "clip_ratio_c": "algorithm.loss.dual",
+    "eps_clip_c": "algorithm.loss.dual",
+    "tis_clip": "algorithm.correction.cap",
+    "use_opsm": "algorithm.correction.name",
+    "opsm_delta": "algorithm.correction.delta",
+    "lambd": "algorithm.advantage.lam",
+    "normalize_advantages": "algorithm.advantage.whiten",
+    "scale_rewards": "algorithm.advantage.name",
+    "norm_adv_by_std_in_grpo": "algorithm.advantage.name",
+    "disable_grpo_std_normalization": "algorithm.advantage.name",
+    "calculate_per_token_loss": "algorithm.aggregation",
+    "filter_groups": "algorithm.groups.name",
+    "dynamic_sampling_filter_path": "algorithm.groups.name",
+    "use_dynamic_sampling": "algorithm.groups.name",
+    "mask_truncated_completions": "algorithm.groups.truncated",
+    "overlong_filtering": "algorithm.groups.truncated",
+    "overlong_buffer_cfg": "algorithm.groups.truncated",
     "loss_type": "algorithm.loss.name",
     "policy_loss": "algorithm.loss.name",
     "loss_agg_mode": "algorithm.aggregation",
@@ -110,8 +163,34 @@ ELSEWHERE: dict[str, str] = {
     "opd_kl_coef": "algorithm.distill.coefficient",
     "use_tis": "algorithm.correction.name",
     "tis_imp_ratio_cap": "algorithm.correction.cap",
+    "reward_fn": "reward.name",
+    "reward_model_type": "reward.name",
+    "rm_type": "reward.name",
+    "custom_rm_path": "reward.name",
+    "custom_reward_function": "reward.name",
+    "reward_kwargs": "reward.args",
+    "reward_num_workers": "reward.workers",
     "learning_rate": "actor.optimizer.lr",
     "lr_warmup_steps": "actor.optimizer.warmup_steps",
+    "lr_warmup_iters": "actor.optimizer.warmup_steps",
+    "lr_decay_style": "actor.optimizer.decay",
+    "lr_scheduler": "actor.optimizer.decay",
+    "lr_scheduler_type": "actor.optimizer.decay",
+    "lr_decay_iters": "actor.optimizer.decay_steps",
+    "min_lr_ratio": "actor.optimizer.final_lr_fraction",
+    "adam_beta1": "actor.optimizer.megatron.adam_beta1",
+    "adam_beta2": "actor.optimizer.megatron.adam_beta2",
+    "adam_eps": "actor.optimizer.megatron.adam_eps",
+    "optimizer_cpu_offload": "actor.optimizer.offload",
+    "optimizer_offload": "actor.optimizer.offload",
+    "use_precision_aware_optimizer": "actor.optimizer.moments",
+    "gradient_checkpointing": "actor.transformer.recompute_granularity",
+    "enable_gradient_checkpointing": "actor.transformer.recompute_granularity",
+    "recompute_granularity": "actor.transformer.recompute_granularity",
+    "deterministic_mode": "actor.transformer.deterministic_mode",
+    "freeze_vision_tower": "actor.frozen",
+    "freeze_vision_model": "actor.frozen",
+    "freeze_language_model": "actor.frozen",
     "max_grad_norm": "actor.optimizer.clip_grad",
     "max_tokens_per_gpu": "actor.tokens_per_micro_batch",
     "ppo_max_token_len_per_gpu": "actor.tokens_per_micro_batch",
@@ -122,6 +201,26 @@ ELSEWHERE: dict[str, str] = {
     "save_freq": "actor.save_every",
     "save_steps": "actor.save_every",
     "save_interval": "actor.save_every",
+    "save_hf": "actor.save_hf_every",
+    "max_actor_ckpt_to_keep": "actor.keep_checkpoints",
+    "save_total_limit": "actor.keep_checkpoints",
+    "keep_latest_k": "actor.keep_checkpoints",
+    "ref_load": "reference.path",
+    "ref_update_interval": "reference.refresh_every",
+    "ref_model_sync_steps": "reference.refresh_every",
+    "critic_lr": "critic.lr",
+    "num_critic_only_steps": "critic.warmup_steps",
+    "critic_warmup": "critic.warmup_steps",
+    "cliprange_value": "critic.value_clip",
+    "teacher_hf_checkpoint": "teachers.<name>.path",
+    "colocate": "engines.rollout.placement",
+    "rollout_num_gpus_per_engine": "engines.rollout.args.tp_size",
+    "use_wandb": "boards.export",
+    "report_to": "boards.export",
+    "wandb_project": "boards.project",
+    "project_name": "boards.project",
+    "wandb_mode": "boards.offline",
+    "notify_urls": "notify.webhook",
     "test_freq": "eval.<name>.every",
     "eval_steps": "eval.<name>.every",
     "eval_interval": "eval.<name>.every",
@@ -134,7 +233,87 @@ ELSEWHERE: dict[str, str] = {
     "slurm_partition": "<component>.resources.partition",
     "slurm_additional_parameters": "<component>.resources.sbatch",
 }
-"""Last part of a name in verl, slime, TRL, NeMo-RL, prime-rl, AReaL or submitit -> the key here."""
+"""Last part of a name in verl, slime, Relax, TRL, NeMo-RL, prime-rl, AReaL or submitit -> the key
+here."""
+
+_WHOLE = (
+    "what is trained on is sampled from the whole distribution, whose logprobs the trainer has; "
+)
+_EPOCHS = "a run has schedule.num_steps: rows x epochs / schedule.prompts_per_step"
+_NO_LORA = "all weights are trained, LoRA is not built; remove it"
+_EPISODE = "an episode says it itself, in rollout.environment (docs/extending.md); remove it"
+ABSENT: dict[str, str] = {
+    "rollout.top_p": f"{_WHOLE}held-out sets have eval.<name>.top_p",
+    "rollout.top_k": f"{_WHOLE}held-out sets have eval.<name>.top_k",
+    "rollout_top_p": f"{_WHOLE}held-out sets have eval.<name>.top_p",
+    "rollout_top_k": f"{_WHOLE}held-out sets have eval.<name>.top_k",
+    "min_p": f"{_WHOLE}remove it",
+    "repetition_penalty": f"{_WHOLE}the reward 'repetition' lowers what repeats itself",
+    "presence_penalty": f"{_WHOLE}remove it",
+    "frequency_penalty": f"{_WHOLE}remove it",
+    "stop_token_ids": "use rollout.stop, with the texts of these tokens",
+    "rollout_stop_token_ids": "use rollout.stop, with the texts of these tokens",
+    "sft.num_train_epochs": "use sft.epochs",
+    "sft.num_epochs": "use sft.epochs",
+    "total_epochs": _EPOCHS,
+    "num_epoch": _EPOCHS,
+    "num_epochs": _EPOCHS,
+    "num_train_epochs": _EPOCHS,
+    "truncation": "no prompt is cut; prompts.bad_rows = 'skip' leaves out those that are too long",
+    "gradient_accumulation_steps": "a batch is schedule.prompts_per_step prompts, in micro-batches "
+    "of actor.tokens_per_micro_batch tokens",
+    "micro_batch_size": "micro-batches are packed, up to actor.tokens_per_micro_batch tokens",
+    "ppo_micro_batch_size_per_gpu": "micro-batches are packed, up to "
+    "actor.tokens_per_micro_batch tokens",
+    "use_dynamic_batch_size": "it always is so, up to actor.tokens_per_micro_batch; remove it",
+    "use_dynamic_bsz": "it always is so, up to actor.tokens_per_micro_batch; remove it",
+    "use_remove_padding": "rows are always packed, without padding; remove it",
+    "packing": "rows are always packed, without padding; remove it",
+    "balance_data": "rows are always dealt to ranks by their tokens; remove it",
+    "balance_batch": "rows are always dealt to ranks by their tokens; remove it",
+    "ppo_mini_batch_size": "algorithm.mini_batches says into how many updates a batch is split",
+    "global_batch_size": "a batch is schedule.prompts_per_step x rollout.samples_per_prompt rows, "
+    "split into algorithm.mini_batches updates",
+    "val_before_train": "held-out sets are scored before, too, while training begins; remove it",
+    "skip_eval_before_train": "held-out sets are scored before, too, while training begins; "
+    "remove it",
+    "partial_rollout": "responses always go on under new weights; weights.kv_cache says with which "
+    "keys and values",
+    "use_fault_tolerance": "it always is so; launch.max_restarts bounds it",
+    "resume_mode": "relax-hpc resume RUN goes on; model.weights starts from another checkpoint",
+    "load_debug_rollout_data": "relax-hpc replay RUN --step N trains a step again; remove it",
+    "debug_rollout_only": "relax-hpc eval MODEL samples without training; remove it",
+    "debug_train_only": "relax-hpc replay RUN --step N trains without engines; remove it",
+    "save_debug_rollout_data": "rollouts are on the bus; relax-hpc bus export writes them as rows",
+    "rollout_data_dir": "rollouts are on the bus; relax-hpc bus export writes them as rows",
+    "log_val_generations": "relax-hpc eval and view show them, and TensorBoard's Text; remove it",
+    "lora_rank": _NO_LORA,
+    "lora_alpha": _NO_LORA,
+    "target_modules": _NO_LORA,
+    "multi_turn": _EPISODE,
+    "max_turns": _EPISODE,
+    "max_assistant_turns": _EPISODE,
+}
+"""Last part of a name elsewhere, or a dotted one, that has no key here -> why, and what to do."""
+
+
+def answer_to(key: Sequence[int | str], value: object = None) -> str | None:
+    """Says of an unknown key that others have what it is here; None of any other.
+
+    Args:
+        key: names on the way to it.
+        value: what it is set to. Of a table of others the first name in it that is known is told.
+    """
+    names = [str(part) for part in key]
+    for name in (".".join(names), names[-1]):
+        if why := ABSENT.get(name):
+            return why
+    if here := ELSEWHERE.get(names[-1]):
+        return f"here it is {here}"
+    for name, inside in value.items() if isinstance(value, dict) else ():
+        if said := answer_to([*names, str(name)], inside):
+            return f"{name}: {said}"
+    return None
 
 
 def refusal(key: Sequence[int | str]) -> str | None:

@@ -1,10 +1,12 @@
 """Keys of older jobs are refused with the name that they have now."""
 
+import re
+
 import pytest
 
 from relax_hpc import job_file
 from relax_hpc.cli.keys import all_keys
-from relax_hpc.config.moved import ELSEWHERE, GONE, MOVED
+from relax_hpc.config.moved import ABSENT, ELSEWHERE, GONE, MOVED
 from relax_hpc.errors import ConfigError
 
 TREE = {"name": "n", "model": {"path": "m"}, "prompts": {"train": "t", "heldout": "h"}}
@@ -59,9 +61,9 @@ def test_a_new_name_is_a_key_and_an_old_one_is_none():
 
 def test_the_names_of_other_trainers_are_answered_with_the_key_here():
     known = {key.name for key in all_keys()}
-    passed_through = {"engines.rollout.args.mem_fraction_static"}
     of_any_name = {name.replace("<name>", "rollout", 1) for name in known}
-    assert set(ELSEWHERE.values()) <= known | of_any_name | passed_through
+    named = set(ELSEWHERE.values()) - known - of_any_name
+    assert {name for name in named if name.rpartition(".")[0] not in of_any_name} == set()
     assert "rollout.n = 1: unknown key; here it is rollout.samples_per_prompt" in refusal_of(
         "rollout.n"
     )
@@ -69,3 +71,23 @@ def test_the_names_of_other_trainers_are_answered_with_the_key_here():
         "train_batch_size"
     )
     assert not ELSEWHERE.keys() & {name.rpartition(".")[2] for name in known}, "these are keys"
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_others_have_and_we_do_not_is_answered_with_the_reason(name):
+    """And with keys that there are."""
+    known = {key.name for key in all_keys()}
+    key = name if "." in name else f"rollout.{name}"
+    if not name.startswith("sft."):
+        assert f"job.toml: {key} = 1: unknown key; {ABSENT[name]}" in refusal_of(key)
+    assert name not in known and name not in {each.rpartition(".")[2] for each in known}
+    for said in re.findall(r"(?:[a-z_<>]+\.)+[a-z_]+(?![a-z_/]*/)", ABSENT[name]):
+        assert said in known | {"rollout.environment"} or said.endswith(".md"), said
+
+
+def test_a_table_of_others_is_answered_by_what_is_in_it():
+    said = refusal_of("trainer.total_epochs")
+    assert "job.toml: trainer = {'total_epochs': 1}: unknown key; total_epochs: a run has" in said
+    said = refusal_of("data.overlong.max_prompt_length")
+    assert "overlong: max_prompt_length: here it is prompts.max_prompt_tokens" in said
+    assert "unknown key; a job takes name, " in refusal_of("trainer.nobody_knows")
