@@ -20,6 +20,9 @@ class RewardTerm(Section):
     """The reward is the sum of weight times score."""
     args: PassThrough = {}
     """Settings of the function, as `reward.args`."""
+    sources: list[str] = []
+    """Names of `prompts.sources`, of held-out sets, or in the field `source` of rows, whose prompts
+    it scores; [] is all. Every prompt has a term, at least."""
 
 
 class RewardConfig(Section):

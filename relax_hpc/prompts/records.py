@@ -38,25 +38,26 @@ class Records:
         sources: Mapping[str, SourceConfig],
         settings: PromptsConfig,
         *,
-        can_match: Callable[[str], bool] = lambda _: True,
-        remedy: str = "",
+        wrong: Callable[[str, str], str] = lambda answer, source: "",
         graded_by: str = "",
         section: str = "prompts",
+        title: str = "",
     ) -> None:
         """Opens the files.
 
         Args:
             sources: of the data, by name.
             settings: what becomes of a row; each source has columns of its own.
-            can_match: whether any response could have an answer.
-            remedy: what an answer has to be.
+            wrong: says of an answer, and the source of its row, why no response could be right, and
+                what to do; "" if one could.
             graded_by: field with a number that rows are graded by; "" for none.
             section: of the job that names the sources, for messages.
+            title: source of a row that says none, of a source without a name.
 
         Raises:
             ConfigError: a source cannot be opened.
         """
-        self._can_match, self._remedy = can_match, remedy
+        self._wrong, self._title = wrong, title
         self._settings = [
             (settings.model_copy(update={"columns": each.columns}), _columns_key(section, name))
             for name, each in sources.items()
@@ -88,13 +89,10 @@ class Records:
         record = read_record(row, *self._settings[source])
         if self.graded_by:
             self._value(row)
-        if not self._can_match(record.answer):
-            raise _AnswerError(
-                f"{self.where(index)}: answer = {shown(record.answer)}: can never be matched; "
-                f"{self._remedy}, or remove the line"
-            )
         if not record.source:
-            record = record._replace(source=self._names[source])
+            record = record._replace(source=self._names[source] or self._title)
+        if said := self._wrong(record.answer, record.source):
+            raise _AnswerError(f"{self.where(index)}: {said}, or remove the line")
         return record
 
     def columns(self, index: int) -> tuple[Columns, str]:

@@ -36,6 +36,9 @@ class Sample:
     """End of the response: `stop`, `length` (it was cut), or `abort`."""
     num_tokens: int = 0
     """Length of the response."""
+    source: str = ""
+    """Name of the data set that the prompt is from, of several; of a held-out set its name, where
+    the row says no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,11 @@ def kind_of(function: Callable[..., Any]) -> Kind:
 
 def _is_plain(parameter: inspect.Parameter) -> bool:
     return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+
+
+def is_for(sources: Sequence[str], source: str) -> bool:
+    """Whether a term that is for some sources, of none for all, scores prompts of this one."""
+    return not sources or source in sources
 
 
 def as_score(given: object) -> Score:

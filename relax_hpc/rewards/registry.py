@@ -3,14 +3,14 @@
 import difflib
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from relax_hpc import user_files
 from relax_hpc.errors import ConfigError
-from relax_hpc.rewards.contract import check_settings, settings_of
+from relax_hpc.rewards.contract import check_settings, is_for, settings_of
 
 if TYPE_CHECKING:  # a worker process has no need of pydantic
     from relax_hpc.config.reward import RewardConfig
@@ -95,6 +95,12 @@ class Term(NamedTuple):
     weight: float
     args: Mapping[str, Any]
     """Settings of the function."""
+    sources: Sequence[str] = ()
+    """Names of the sources whose prompts it scores; empty is all."""
+
+    def is_for(self, source: str) -> bool:
+        """Whether it scores prompts of that source."""
+        return is_for(self.sources, source)
 
     @property
     def key(self) -> str:
@@ -134,7 +140,7 @@ def terms_of(config: "RewardConfig") -> list[Term]:
         ConfigError: there is none of that name.
     """
     return [
-        Term(title, each.name, place_of(each.name, title), each.weight, each.args)
+        Term(title, each.name, place_of(each.name, title), each.weight, each.args, each.sources)
         for title, each in config.every_term.items()
     ]
 

@@ -15,6 +15,7 @@ from relax_hpc.rewards.contract import (
     as_score,
     combined,
     failed,
+    is_for,
     kind_of,
     words_of,
 )
@@ -60,12 +61,15 @@ class Reward:
 
     async def _scores(self, group: Sequence[Sample], deadline_s: float) -> list[Score]:
         deadline = Deadline(deadline_s)
-        every = [await each.scores(group, deadline) for each in self._functions]
-        if not self._functions[0].title:
+        source = group[0].source  # siblings are of one prompt
+        functions = [each for each in self._functions if is_for(each.sources, source)]
+        if not functions:
+            return [failed(f"no term of the reward is for source {source!r}")] * len(group)
+        every = [await each.scores(group, deadline) for each in functions]
+        if not functions[0].title:
             return every[0]
         return [
-            _added(dict(zip(self._functions, scores, strict=True)))
-            for scores in zip(*every, strict=True)
+            _added(dict(zip(functions, scores, strict=True))) for scores in zip(*every, strict=True)
         ]
 
 
@@ -90,6 +94,7 @@ class Weighted:
         *,
         title: str = "",
         weight: float = 1.0,
+        sources: Sequence[str] = (),
     ) -> None:
         """Makes it callable with a sample.
 
@@ -98,8 +103,10 @@ class Weighted:
             engines: makes what one that asks for them is given; it is called at most once.
             title: name of the term; "" where the reward is this alone.
             weight: what it counts there.
+            sources: whose prompts it scores; empty is all.
         """
         self.kind, self.title, self.weight = kind_of(function), title, weight
+        self.sources = sources
         self._function = function
         parameters = inspect.signature(function).parameters
         if self.kind.pools is not None and engines is not None:

@@ -47,7 +47,7 @@ class Scorer:
         self._run_dir = run_dir
         self._config, self._num_workers = config, config.workers
         self._limits = limits_of(config)._replace(start_s=start_s)
-        self._terms, self._if_failed = list[registry.Term](), 0.0
+        self._terms = list[registry.Term]()
         self._places_per_worker, self._sees_group = 1, False
         self._free = asyncio.Queue[Worker | Exception]()
         """A worker is in it once for each group that it can take; an error, if one that was lost
@@ -68,7 +68,6 @@ class Scorer:
         except ConfigError as error:
             await self.__aexit__()
             raise ConfigError(f"{error}; correct it") from None
-        self._if_failed = sum(term.if_failed for term in self._terms)
         for _ in range(self._places_per_worker):
             for worker in (first, *rest):
                 self._free.put_nowait(worker)
@@ -99,9 +98,9 @@ class Scorer:
         scores = await asyncio.shield(self._in_background(self._score(group)))
         self._reports[heldout].add(scores)
         # Here, since who ended a process does not say which of its terms did so.
-        return [
-            each if each.error is None else replace(each, value=self._if_failed) for each in scores
-        ]
+        terms = [term for term in self._terms if term.is_for(group[0].source)]
+        value = sum(term.if_failed for term in terms)
+        return [each if each.error is None else replace(each, value=value) for each in scores]
 
     async def _score(self, group: Sequence[Sample]) -> list[Score]:
         done = dict[int, Score]()

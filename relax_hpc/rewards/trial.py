@@ -12,7 +12,12 @@ from relax_hpc.rewards.registry import Term
 from relax_hpc.rewards.scorer import limits_of
 
 
-def check(config: RewardConfig, sample: Sample, pools: Collection[str] = ()) -> None:
+def check(
+    config: RewardConfig,
+    sample: Sample,
+    pools: Collection[str] = (),
+    of_others: Sequence[Sample] = (),
+) -> None:
     """Calls a plugin once, in a process as it will have; what is built in only checks its settings.
 
     One that asks engines is not called either, since there are none yet.
@@ -21,6 +26,7 @@ def check(config: RewardConfig, sample: Sample, pools: Collection[str] = ()) -> 
         config: of the reward.
         sample: to be scored.
         pools: that the job has besides the policy's own.
+        of_others: one of each further source, where terms are for some.
 
     Raises:
         ConfigError: there is no such reward, it cannot be imported or called, gave no score, or has
@@ -32,7 +38,7 @@ def check(config: RewardConfig, sample: Sample, pools: Collection[str] = ()) -> 
             _check_built_in(term)
     if any(registry.is_plugin(term.name) for term in terms):
         try:
-            asyncio.run(_try(terms, config, sample, pools))
+            asyncio.run(_try(terms, config, [sample, *of_others], pools))
         except ConfigError as error:
             raise ConfigError(f"{error}; correct it") from None
 
@@ -49,16 +55,19 @@ def _check_built_in(term: Term) -> None:
 
 
 async def _try(
-    terms: Sequence[Term], config: RewardConfig, sample: Sample, pools: Collection[str]
+    terms: Sequence[Term], config: RewardConfig, samples: Sequence[Sample], pools: Collection[str]
 ) -> None:
     key = " and ".join(f"{each.key}.name = {each.name!r}" for each in terms)
-    worker = await Worker.start(terms, limits_of(config))
+    worker, sample = await Worker.start(terms, limits_of(config)), samples[0]
     try:
         if worker.kind.pools is not None:
             _check_pools(key, worker.kind.pools, pools)
             return
-        group = [sample, sample] if worker.kind.sees_group else [sample]
-        reasons = [score.error for score in await worker.ask(group)]
+        for sample in samples:
+            group = [sample, sample] if worker.kind.sees_group else [sample]
+            reasons = [score.error for score in await worker.ask(group)]
+            if any(reasons):
+                break
     except WorkerLostError as error:
         reasons = [str(error)]
     finally:

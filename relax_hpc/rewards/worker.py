@@ -85,7 +85,8 @@ def _reward(line: bytes, engines: Callable[[], object] | None) -> Reward:
         term = registry.Term(*each)
         try:
             function = term.function()
-            functions.append(Weighted(function, engines, title=term.title, weight=term.weight))
+            how = {"title": term.title, "weight": term.weight, "sources": term.sources}
+            functions.append(Weighted(function, engines, **how))
         except BaseException as error:  # noqa: BLE001 - SystemExit of somebody's program, too
             said = first_line(error)
             if not isinstance(error, ConfigError):

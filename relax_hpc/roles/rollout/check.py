@@ -1,5 +1,8 @@
 """Checks of sampling before anything is queued."""
 
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+
 from relax_hpc.config.engines import ROLLOUT
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.sglang import launch as sglang
@@ -7,7 +10,7 @@ from relax_hpc.environments import registry as environments
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.prompts import overlap
-from relax_hpc.prompts.source import PromptSource
+from relax_hpc.prompts.source import Prompt, PromptSource
 from relax_hpc.rewards import trial
 from relax_hpc.rewards.contract import Sample
 from relax_hpc.roles.engine import quantized
@@ -15,6 +18,8 @@ from relax_hpc.roles.engine.check import check_engine
 from relax_hpc.roles.role import Say
 from relax_hpc.roles.rollout import prompt_check
 
+MOST_TRIED = 1000
+"""Prompts of a set among which those of a source are looked for."""
 MOST_COMPARED = 20_000
 """Training prompts that are compared with each other and with held-out ones before a job is
 queued."""
@@ -77,6 +82,8 @@ def check_prompts(config: RunConfig, say: Say) -> None:
     for remark in prompt_check.check_sample(config, sources):
         say(remark)
     try_reward(config, sources.train)
+    for remark in unscored(config, files):
+        say(remark)
     found = prompt_check.overlap_of(config, files, MOST_COMPARED)
     for line in overlap.lines(found, num_examples=1):
         say(line)
@@ -85,5 +92,43 @@ def check_prompts(config: RunConfig, say: Say) -> None:
 def try_reward(config: RunConfig, source: PromptSource) -> None:
     """Lets the reward score a response to the first prompt, if it is somebody's own."""
     first = source.first()
-    sample = Sample(first.answer, first.messages, first.answer, first.metadata)
-    trial.check(config.reward, sample, [name for name in config.engines if name != ROLLOUT])
+    names = {name for term in config.reward.terms.values() for name in term.sources}
+    firsts = [first, *first_of_each(source, names - {first.source})]
+    samples = [
+        Sample(each.answer, each.messages, each.answer, each.metadata, source=each.source)
+        for each in firsts
+    ]
+    pools = [name for name in config.engines if name != ROLLOUT]
+    trial.check(config.reward, samples[0], pools, samples[1:])
+
+
+def first_of_each(source: PromptSource, names: Collection[str]) -> Iterator[Prompt]:
+    """The first prompt of each of these sources that is among the rows that are looked at."""
+    left = set(names)
+    for index in source.records.sample(MOST_TRIED) if left else ():
+        try:
+            prompt = source.prompt(index)
+        except ConfigError:
+            continue  # it was told already, or is left out
+        if prompt.source in left:
+            left.discard(prompt.source)
+            yield prompt
+        if not left:
+            return
+
+
+def unscored(config: RunConfig, files: prompt_check.Files) -> Iterator[str]:
+    """Says for which sources a term is that no prompt was seen of."""
+    if not any(term.sources for term in config.reward.terms.values()):
+        return
+    seen = {*config.prompts.sources, *config.eval}
+    for records in (files.train, *files.heldout.values()):
+        for index in records.sample(MOST_TRIED):
+            with suppress(ConfigError):  # it was told already, or is left out
+                seen.add(records[index].source)
+    for title, term in config.reward.terms.items():
+        if missing := sorted(set(term.sources) - seen):
+            yield (
+                f"reward.terms.{title}.sources: no prompt that was looked at is of "
+                f"{', '.join(missing)}; there are {', '.join(sorted(seen - {''}))}"
+            )

@@ -219,6 +219,7 @@ class Episodes:
             prompt.metadata,
             _ENDED[FinishReason.ABORT if last.finish is None else last.finish],
             len(last.draft.token_ids),
+            prompt.source,
         )
 
 

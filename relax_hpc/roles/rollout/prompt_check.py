@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from relax_hpc.config.media import MediaConfig
 from relax_hpc.config.prompts import Columns, SourceConfig
 from relax_hpc.config.run import RunConfig
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, shown
 from relax_hpc.media.kinds import MODALITIES
 from relax_hpc.media.recipe import Recipe, read_recipe
 from relax_hpc.media.workers import Decoders
@@ -23,7 +23,7 @@ from relax_hpc.prompts.record import Record, nearest
 from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.rows import SAMPLE, left_out
 from relax_hpc.prompts.source import Examined, PromptSource
-from relax_hpc.rewards.registry import REWARDS, BuiltIn, terms_of
+from relax_hpc.rewards.registry import REWARDS, Term, terms_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,6 +77,7 @@ def open_heldout(config: RunConfig) -> dict[str, Records]:
             f"eval.{name}.path",
             {"": SourceConfig(path=each.path, columns=each.columns)},
             f"eval.{name}",
+            title=name,
         )
         for name, each in config.eval.items()
     }
@@ -112,8 +113,24 @@ def read_rows(files: Mapping[str, Records]) -> None:
             raise ConfigError(f"{key}: {error}") from None
 
 
-def _can_match(rewards: Sequence[BuiltIn], answer: str) -> bool:
-    return all(reward.can_match(answer) for reward in rewards)
+def _wrong(terms: Sequence[Term], answer: str, source: str) -> str:
+    """Says why no response could be right, and what to do; "" if one could."""
+    terms = [term for term in terms if term.is_for(source)]
+    if not terms:
+        return (
+            f"source = {shown(source)}: no term of the reward scores it; name it in the `sources` "
+            "of one of [reward.terms]"
+        )
+    # A program of somebody else's is not asked here.
+    rewards = [(term, REWARDS[term.name]) for term in terms if term.name in REWARDS]
+    if all(reward.can_match(answer) for _, reward in rewards):
+        return ""
+    remedies = [
+        f"with {term.key}.name = {term.name!r} {reward.remedy}"
+        for term, reward in rewards
+        if reward.remedy
+    ]
+    return f"answer = {shown(answer)}: can never be matched; {' and '.join(remedies)}"
 
 
 def _records(
@@ -122,23 +139,16 @@ def _records(
     sources: Mapping[str, SourceConfig],
     section: str,
     graded_by: str = "",
+    title: str = "",
 ) -> Records:
-    # A program of somebody else's is not asked here.
-    terms = [term for term in terms_of(config.reward) if term.name in REWARDS]
-    rewards = [REWARDS[term.name] for term in terms]
-    remedies = [
-        f"with {term.key}.name = {term.name!r} {reward.remedy}"
-        for term, reward in zip(terms, rewards, strict=True)
-        if reward.remedy
-    ]
     try:
         return Records(
             sources,
             config.prompts,
-            can_match=partial(_can_match, rewards),
-            remedy=" and ".join(remedies),
+            wrong=partial(_wrong, terms_of(config.reward)),
             graded_by=graded_by,
             section=section,
+            title=title,
         )
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None

@@ -162,7 +162,7 @@ def _key(config: RunConfig, sources: Sources, size: int) -> str:
         size,
         config.prompts.model_dump(mode="json"),
         [each.columns.model_dump() for each in config.eval.values()],
-        config.reward.name,
+        config.reward.model_dump(mode="json", include={"name", "terms"}),
         [[str(file), (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files],
         [_hash_of(config.model.path / name) for name in (*tokenizer.READ, *recipe.READ)],
     ]

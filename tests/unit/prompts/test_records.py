@@ -105,7 +105,7 @@ def test_of_very_many_rows_stretches_are_read_the_first_and_the_last_among_them(
     path, looked = lines(tmp_path / "x.jsonl", 2000), []
     config = PromptsConfig(train=path)
     records = Records(
-        config.mixture, config, can_match=lambda answer: looked.append(int(answer)) or True
+        config.mixture, config, wrong=lambda answer, source: looked.append(int(answer)) or ""
     )
     records.read()
     assert len(looked) == len(set(looked)) == 320

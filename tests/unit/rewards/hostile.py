@@ -343,3 +343,7 @@ async def asks_somebody(response, engines):
 
 def asks_without_waiting(response, engines):
     return 0.0
+
+
+def by_source(source):
+    return len(source)

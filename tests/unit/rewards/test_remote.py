@@ -89,6 +89,7 @@ def test_the_service_is_given_all_fields_of_a_sample(service):
             "metadata": {"topic": "sums"},
             "finish": "stop",
             "num_tokens": 3,
+            "source": "",
         }
     ]
 
