@@ -45,6 +45,17 @@ def sequence_sums(values: "Tensor", tokens: Tokens) -> "Tensor":
     return spread_to(ids, sum_over(values, ids, tokens.loss_mask, len(tokens.groups)))
 
 
+def sequence_ratio(logs: "Tensor", tokens: Tokens) -> "Tensor":
+    """[T] exp of the mean of `logs` over each token's sequence, of which a token's own gradient is
+    that of its own log.
+
+    So what a token is worth, and whether it is left out, stays its own (GSPO-token,
+    arXiv:2507.18071). Where all tokens of a sequence are worth the same, and its loss is their
+    mean, the gradient is that of the mean itself.
+    """
+    return (sequence_means(logs.detach(), tokens) + (logs - logs.detach())).exp()
+
+
 def shift(logprobs: "Tensor", tokens: Tokens) -> "Tensor":
     """[T] pi - anchor, the difference of the token's probabilities, without gradient."""
     now, then = _probabilities(logprobs, tokens)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from relax_hpc.algorithms.part import Loss, TokenLoss, Tokens
-from relax_hpc.algorithms.ratios import advantages_of, log_ratio, sequence_means
+from relax_hpc.algorithms.ratios import advantages_of, log_ratio, sequence_ratio
 from relax_hpc.sections import Number
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ class Gmpo(Loss):
     r = pi / anchor. Clipped by token, averaged by sequence: outliers count less than in PPO, and
     the clip may be wider. Source: GMPO (arXiv:2507.20673), exp(+-0.4), as in the authors' code.
     verl averages over sequences of a micro-batch, so that its loss depends on how rows are packed.
+    Tokens that are worth different amounts keep them, as in `gspo`; verl gives all of a sequence
+    their mean.
     """
 
     name: Literal["gmpo"] = "gmpo"
@@ -32,6 +34,6 @@ class Gmpo(Loss):
     def of_tokens(self, logprobs: "Tensor", tokens: Tokens) -> TokenLoss:
         logs, advantages = log_ratio(logprobs, tokens), advantages_of(tokens)
         held = logs.clamp(max=self.clip).where(advantages > 0, logs.clamp(min=-self.clip))
-        ratio = sequence_means(held, tokens).exp()
+        ratio = sequence_ratio(held, tokens)
         is_clipped = (held != logs) & (advantages != 0)
         return TokenLoss(-ratio * advantages, {"loss/clip_fraction": is_clipped})

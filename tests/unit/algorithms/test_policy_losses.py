@@ -258,6 +258,18 @@ def test_the_gradient_of_gspo_is_a_stop_gradients_where_each_sequence_weighs_ali
     torch.testing.assert_close(gradient, logprobs.grad)
 
 
+def test_tokens_of_a_sequence_keep_what_they_are_worth():
+    # Ratios 2 and 0.5 of one sequence, whose mean is 1: each token pulls by its own worth, and one
+    # of no worth, or that is left out, not at all.
+    loss = Gspo(clip_low=0.5, clip_high=1.0)
+    _, gradient, _ = one(loss, now=[0.8, 0.2], then=[0.4, 0.4], worth=[3.0, -1.0])
+    assert gradient == near([-3, 1])
+    _, gradient, _ = one(loss, now=[0.8, 0.2], then=[0.4, 0.4], worth=[3.0, 0.0])
+    assert gradient == near([-3, 0])
+    _, gradient, _ = one(Gmpo(clip=1.0), now=[0.8, 0.2], then=[0.4, 0.4], worth=[3.0, -1.0])
+    assert gradient == near([-3, 1])
+
+
 def test_gmpo_by_hand():
     # log r = log 2, held at 0.4, and log 0.5, which is in the other direction and stays.
     loss, gradient, metrics = one(Gmpo(), now=[0.8, 0.2], then=[0.4, 0.4], worth=[2.0, 2.0])
