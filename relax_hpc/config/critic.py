@@ -24,7 +24,8 @@ class CriticConfig(Section):
     """Adam's learning rate after the warm-up; everything else of its optimizer is as
     `actor.optimizer` says."""
     warmup_steps: NonNegative = 0
-    """First steps of the run in which the critic alone learns, and the policy stands still."""
+    """First steps of the run in which the critic alone learns, and the policy stands still; warm-up
+    and decay of the policy's learning rate begin behind them."""
     value_clip: Annotated[Number, Field(ge=0)] = 0.2
     """Furthest that its value of a state may gain from going away from the one that the batch came
     with; 0 does not clip."""

@@ -141,6 +141,11 @@ class JobConfig(Section):
         """Passes over a batch, each an optimizer update."""
 
     @property
+    def steps_of_critic_alone(self) -> int:
+        """First steps in which the policy stands still."""
+        return 0
+
+    @property
     @abstractmethod
     def temperature(self) -> float:
         """Temperature of the distribution whose logprobs are trained."""

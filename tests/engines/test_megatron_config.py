@@ -6,10 +6,12 @@ import pytest
 from megatron_worker import job
 
 from relax_hpc.config.optimizer import OptimizerConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.megatron.optimizer.learning_rate import learning_rate
 from relax_hpc.engines.megatron.transformer import transformer_config
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.registry import read_architecture
+from relax_hpc.roles.training import build
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -229,6 +231,21 @@ def test_a_decay_longer_than_the_run_begins_after_the_warm_up():
     config = OptimizerConfig(lr=1.0, warmup_steps=5, decay_steps=100, final_lr_fraction=0.0)
     rates = [learning_rate(config, step, 15) for step in (4, 5, 10, 15)]
     assert rates == pytest.approx([0.8, 1.0, 0.5, 0.0])
+
+
+def test_the_rate_of_a_policy_that_stands_still_at_first_begins_with_its_first_update():
+    """Of 17 steps 3 are the critic's alone: 1/4 in step 4, 1 in step 7, halfway down in step 12."""
+    config = OptimizerConfig(lr=1.0, warmup_steps=4, final_lr_fraction=0.5)
+    rates = [learning_rate(config, step, 17, still=3) for step in (4, 5, 7, 12, 17)]
+    assert rates == pytest.approx([0.25, 0.5, 1.0, 0.75, 0.5])
+
+
+def test_the_trainer_of_a_job_is_told_how_long_its_policy_stands_still(monkeypatch):
+    monkeypatch.setattr(build, "MegatronTrainer", lambda *_, **settings: settings["still_steps"])
+    tables = {"algorithm": {"preset": "ppo"}, "critic": {"warmup_steps": 3}}
+    alone = {"name": "a", "model": {"path": "m"}, "prompts": {"train": "p"}}
+    config = RunConfig.model_validate(alone | tables | {"schedule": {"num_steps": 9}})
+    assert build.trainer_of(config, None, None) == 3
 
 
 def test_a_constant_learning_rate_is_one():

@@ -64,6 +64,7 @@ class MegatronTrainer(MegatronScorer):
         *,
         num_steps: int,
         epochs_per_step: int = 1,
+        still_steps: int = 0,
         seed: int = 0,
         temperature: float = 1.0,
         random_weights: bool = False,
@@ -74,6 +75,7 @@ class MegatronTrainer(MegatronScorer):
         Args:
             num_steps: where the learning rate has fallen to its end.
             epochs_per_step: passes over a batch, each an update.
+            still_steps: first steps without an update, behind which the learning rate begins.
             frozen: parts of the model that do not learn.
         """
         super().__init__(
@@ -85,6 +87,7 @@ class MegatronTrainer(MegatronScorer):
         self._frozen = frozen
         self.step = 0
         self._num_steps, self._epochs_per_step = num_steps, epochs_per_step
+        self._still_steps = still_steps
         self._seed, self._rates = seed, optimizer
         self._wrapped, self._optimizer = distributed_adam.build(
             optimizer, self._chunks, config.dtype
@@ -204,7 +207,7 @@ class MegatronTrainer(MegatronScorer):
         self._ahead |= self._routing_gap()
         self._let_change()
         self.step += 1
-        rate = learning_rate(self._rates, self.step, self._num_steps)
+        rate = learning_rate(self._rates, self.step, self._num_steps, self._still_steps)
         distributed_adam.set_learning_rate(self._optimizer, rate)
         self._updates.skip = None
         parts = self._parts()

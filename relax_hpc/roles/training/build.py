@@ -19,6 +19,7 @@ def trainer_of(
         device,
         num_steps=config.num_steps,
         epochs_per_step=config.epochs_per_step,
+        still_steps=config.steps_of_critic_alone,
         seed=config.seed,
         temperature=config.temperature,
         random_weights=random_weights,

@@ -14,12 +14,14 @@ _REMAINING: dict[str, Callable[[float], float]] = {
 """Progress of the decay, 0 to 1 -> what is left of the way from `lr` to where it ends."""
 
 
-def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int, still: int = 0) -> float:
     """Rises linearly to `lr` at step `warmup_steps`, stays, and falls to its end at `num_steps`.
 
     Args:
         step: 1-based; beyond `num_steps` the rate stays where it ended.
+        still: first steps that update nothing; the rest is a run of its own.
     """
+    step, num_steps = step - still, num_steps - still
     if step < config.warmup_steps:
         return config.lr * step / config.warmup_steps
     begin = max(config.warmup_steps, 1)
