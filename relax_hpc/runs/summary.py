@@ -94,7 +94,7 @@ def _progress(events: Sequence[Event], num_steps: int, apart: Set[str]) -> dict[
         "steps_done": last,
         "num_steps": num_steps,
         "last_step_time": newest["time"] if (newest := history.newest(events, "step")) else None,
-        "tokens_per_s": _mean([e["tokens_per_s"] for e in done[-20:] if "tokens_per_s" in e]),
+        "tokens_per_s": history.tokens_per_s(done),
         "eta_s": None if pace is None else pace * (num_steps - last),
         "redone": _redone(events),
         "restarts": _restarts(events, apart),
@@ -224,7 +224,3 @@ def _is_equal(verify: Event) -> bool:
     if "equal" in verify:
         return bool(verify["equal"])
     return set(verify["members"].values()) == {verify["trainer"]}
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

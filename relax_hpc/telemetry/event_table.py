@@ -200,14 +200,16 @@ EVENTS: dict[str, EventKind] = {
         "a step is trained; one that is trained again after a resume has two, the newer counts",
         {
             "step": "",
-            "eta_s": "",
-            "policy_version": "",
+            "eta_s": "seconds to the end of the last step, if each takes the mean of the newest 20 "
+            "of this start, its first left out; null in that one",
+            "policy_version": "of the policy that the step made",
             "num_trajectories": "rows: an episode of several sequences has several",
             "num_documents": "SFT",
-            "num_tokens": "",
+            "num_tokens": "of the batch, prompts included",
             "num_trained_tokens": "SFT",
-            "tokens_per_s": "",
-            "loss": "by the mean of algorithm.aggregation",
+            "tokens_per_s": "num_tokens by time/step",
+            "loss": "by the mean of algorithm.aggregation; of several updates the mean, as all "
+            "that they tell",
             "loss/...": "of the algorithm, per trained token: ratio, ratio_squared, "
             "log_ratio_squared and approx_kl to the anchor, masked_fraction, clip_fraction, "
             "importance_mean, importance_capped, importance_rejected, m2po_tau",
@@ -216,10 +218,11 @@ EVENTS: dict[str, EventKind] = {
             "lr": "",
             "skipped": "part of the updates that were not done",
             "loss_scale": "float16",
-            "reward/...": "mean over episodes; errors: part of the episodes whose reward failed; "
-            "sampled: with those that were skipped",
+            "reward/...": "mean over the batch's episodes; errors: part of the episodes whose "
+            "reward failed; sampled: with those that were skipped",
             "staleness/...": "mean, max over episodes, of the oldest token",
-            "response/...": "mean tokens of an episode; truncated: part of the episodes",
+            "response/...": "mean tokens of an episode behind its prompts; truncated: part of the "
+            "episodes",
             "groups/...": "parts of the prompt groups: solved, teaching; with refill how many were "
             "skipped for this batch, how many of those are solved, and how many were not sampled, "
             "since their prompt is retired: skipped, skipped_solved, skipped_retired",
@@ -232,9 +235,11 @@ EVENTS: dict[str, EventKind] = {
             "moe/...": "experts: max_load and the losses that are on",
             "routing/...": "routing replay: differs, missing, parts of the choices of experts; "
             "mixed, part of the rows; every tenth step gap, gap_without, nats",
-            "train/...": "tokens_per_s_per_gpu, mfu, padding; tower_tflops; media/... encoded",
+            "train/...": "tokens_per_s_per_gpu and mfu by the seconds that all ranks computed, "
+            "epochs counted; padding; tower_tflops; media/... encoded",
             "memory/...": "peak_gib of the fullest rank",
-            "time/...": "seconds; towers encode media",
+            "time/...": "seconds of rank 0, waits for other ranks included: step is all of it, the "
+            "others are its parts; towers encode media, other has no name",
         },
         {
             "eta_s": "time/eta_s",

@@ -1,10 +1,12 @@
 """A run's events, step by step, counted once however often a step was repeated."""
 
+import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from relax_hpc.telemetry.events import Event
+from relax_hpc.telemetry.pace import RECENT
 
 
 class Heldout(NamedTuple):
@@ -86,13 +88,27 @@ def numbers(event: Event) -> dict[str, float]:
     return known | {k: v for k, v in odd.items() if event[k] is None}
 
 
-def seconds_per_step(done: Sequence[Event], *, window: int = 20) -> float | None:
-    """Pace of the last `window` steps, within the newest attempt; None after one step."""
-    recent = [e for e in done[-window - 1 :] if e["pid"] == done[-1]["pid"]]
-    if len(recent) < 2:
-        return None
-    gap: float = recent[-1]["time"] - recent[0]["time"]
-    return gap / (len(recent) - 1)
+def seconds_per_step(done: Sequence[Event]) -> float | None:
+    """Mean seconds of the newest steps, whatever was between them; None after one step.
+
+    The first of each start is not like the others, and does not count.
+    """
+    recent = _recent(done)
+    return statistics.fmean(e["time/step"] for e in recent) if recent else None
+
+
+def tokens_per_s(done: Sequence[Event]) -> float | None:
+    """Tokens of the newest steps by the seconds of these; of the first step if it is the only one.
+
+    A mean of the steps' rates would count the tokens of a short step for more.
+    """
+    recent = [e for e in _recent(done) or done[-1:] if "num_tokens" in e and e.get("time/step")]
+    seconds = sum(e["time/step"] for e in recent)
+    return sum(e["num_tokens"] for e in recent) / seconds if recent else None
+
+
+def _recent(done: Sequence[Event]) -> list[Event]:
+    return [e for e in done if e.get("eta_s") is not None][-RECENT:]
 
 
 def _is_number(value: Any) -> bool:  # noqa: ANN401

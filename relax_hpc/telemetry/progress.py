@@ -5,6 +5,7 @@ from typing import Any
 
 _STAGES = (
     "wait", "read", "reference", "old_logprobs", "forward_backward", "update", "publish", "save",
+    "other",
 )  # fmt: skip
 _IN_ORDER = {name: place for place, name in enumerate(_STAGES)}
 

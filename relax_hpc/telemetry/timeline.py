@@ -10,6 +10,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.paths import RunPaths
 from relax_hpc.telemetry import history
 from relax_hpc.telemetry.events import Event, read_events
+from relax_hpc.telemetry.progress import duration
 from relax_hpc.telemetry.timers import Phase
 
 _STANDSTILL = ("pause", "prepare", "wire", "load", "resume")
@@ -52,8 +53,12 @@ class Summary(NamedTuple):
     first_step: int
     last_step: int
     seconds_per_step: float
+    """Mean seconds of a step."""
     phases: dict[str, float]
-    """Median seconds of a step, by phase of the actor."""
+    """Mean seconds of a step, by phase of the actor; together they are the step."""
+    between_s: float
+    """Seconds from the first step's begin to the last one's end that are in none of the steps:
+    starts, pauses, and what was trained and lost."""
     engines: int
     tokens_per_s: float
     """Tokens per second of all engines, over the whole time."""
@@ -109,7 +114,7 @@ def read(run_dir: Path, *, first: int | None = None, last: int | None = None) ->
 def summary(timeline: Timeline) -> Summary:
     names = dict.fromkeys(key for e in timeline.steps for key in e if key.startswith("time/"))
     spent = {
-        name.removeprefix("time/"): statistics.median(e.get(name, 0.0) for e in timeline.steps)
+        name.removeprefix("time/"): statistics.fmean(e.get(name, 0.0) for e in timeline.steps)
         for name in names
     }
     rates = [rate for engine in timeline.engines.values() for rate in engine]
@@ -119,8 +124,9 @@ def summary(timeline: Timeline) -> Summary:
     return Summary(
         timeline.steps[0]["step"],
         timeline.steps[-1]["step"],
-        spent.pop("step"),
+        whole := spent.pop("step"),
         spent,
+        max(timeline.seconds - whole * len(timeline.steps), 0.0),
         len(timeline.engines),
         sum(r.num_tokens / r.seconds * s for r, s in zip(rates, within, strict=True) if s)
         / timeline.seconds,
@@ -141,13 +147,17 @@ def text(found: Summary) -> str:
     """A table of the phases, and a line on the engines."""
     whole = found.seconds_per_step
     lines = [
-        f"steps {found.first_step} to {found.last_step}: {whole:.2f} s each (medians)",
+        f"steps {found.first_step} to {found.last_step}: {whole:.2f} s each (means)",
         f"  {'phase':<18}{'s/step':>8}{'share':>8}",
     ]
     lines += [
         f"  {name:<18}{seconds:>8.2f}{seconds / whole:>8.1%}"
         for name, seconds in found.phases.items()
     ]
+    if found.between_s >= 1:
+        lines.append(
+            f"between steps: {duration(found.between_s)} of starts, pauses, and what was lost"
+        )
     if found.engines:
         lines.append(
             f"engines: {found.engines}, {found.tokens_per_s:,.0f} tokens/s, "

@@ -31,9 +31,15 @@ class Timers:
     def __init__(self, step: int = 0) -> None:
         if step:
             heartbeat.at_step(step)
+        self._begin = time.perf_counter()
         self.seconds: dict[str, float] = {}
         self.phases: list[Phase] = []
         """Phases in order; one that is too short to be seen in a picture is left out."""
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the first phase could begin."""
+        return time.perf_counter() - self._begin
 
     @contextmanager
     def __call__(self, name: str, *, waits: bool = False) -> Iterator[None]:

@@ -10,7 +10,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.roles.rollout.heldout import Board, Due, Share
 from relax_hpc.telemetry import curve, events, history, logs, progress
 from relax_hpc.telemetry.events import FREQUENT, EventWriter, events_of_state, read_events
-from relax_hpc.telemetry.pace import Pace, PaceMeter
+from relax_hpc.telemetry.pace import PaceMeter, accounted
 from relax_hpc.telemetry.timers import Timers
 
 
@@ -144,22 +144,51 @@ def test_an_evaluation_of_no_prompts_is_no_point():
     assert history.heldout([evaluation("before", 0, 1, 0.0, 0)]) == []
 
 
-def test_the_pace_is_that_of_the_newest_attempt():
-    before = [step(n, 10.0 * n, 0.0, pid=7) for n in (1, 2, 3)]
-    assert history.seconds_per_step(before) == 10.0
-    assert history.seconds_per_step([*before, step(4, 1000.0, 0.0, pid=8)]) is None
-    after = [step(4, 1000.0, 0.0, pid=8), step(5, 1002.0, 0.0, pid=8)]
-    assert history.seconds_per_step(before + after) == 2.0
+def timed(number, time, seconds, tokens=1, eta_s=1.0, pid=7):
+    return step(number, time, 0.0, eta_s=eta_s, num_tokens=tokens, pid=pid) | {"time/step": seconds}
+
+
+def test_a_pause_between_two_starts_does_not_count_as_pace():
+    """Also where both have the same process id, as in a container that is started again."""
+    first = timed(1, 100.0, 90.0, 500, eta_s=None)
+    assert history.seconds_per_step([first]) is None
+    before = [first, timed(2, 104.0, 4.0, 60), timed(3, 106.0, 2.0, 60)]
+    assert history.seconds_per_step(before) == 3.0
+    after = [timed(4, 3806.0, 30.0, 60, eta_s=None), timed(5, 3809.0, 3.0, 60)]
+    assert history.seconds_per_step(before + after) == 3.0
     assert history.seconds_per_step([]) is None
 
 
-def test_the_time_left_is_that_of_the_steps_left_at_the_pace_since_the_first(monkeypatch):
-    clock = iter([0.0, 100.0, 103.0, 109.0])  # the first step is not like the others
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+def test_the_speed_is_the_tokens_by_the_seconds_and_no_mean_of_rates():
+    first = timed(1, 100.0, 50.0, 500, eta_s=None)
+    assert history.tokens_per_s([first]) == 10.0  # there is nothing better
+    done = [first, timed(2, 101.0, 1.0, 1000), timed(3, 110.0, 9.0, 1000)]
+    assert history.tokens_per_s(done) == 200.0  # and not (1000 + 111) / 2
+    assert history.tokens_per_s([]) is None
+    later = [timed(n, 0.0, 2.0, 10) for n in range(4, 24)]
+    assert history.tokens_per_s(done + later) == 5.0  # of the newest 20
+
+
+def test_the_time_left_is_that_of_the_steps_left_at_the_pace_of_the_newest():
     meter = PaceMeter()
-    assert meter.end_step(5, 20) == Pace(100.0, None)
-    assert meter.end_step(6, 20) == Pace(3.0, 14 * 3.0)
-    assert meter.end_step(7, 20) == Pace(6.0, 13 * 4.5)
+    assert meter.end_step(100.0, 15) is None  # the first step is not like the others
+    assert meter.end_step(3.0, 14) == 14 * 3.0
+    assert meter.end_step(6.0, 13) == 13 * 4.5
+    for _ in range(20):
+        left = meter.end_step(2.0, 7)
+    assert left == 7 * 2.0
+
+
+def test_the_parts_of_a_step_are_the_step(monkeypatch):
+    clock = iter([0.0, 1.0, 3.0, 7.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    timers = Timers()
+    with timers("wait"):
+        pass
+    spent = {"num_tokens": 5, "time/update": 4.5} | timers.seconds
+    assert accounted(timers.elapsed, spent) == {"time/other": 0.5, "time/step": 7.0}
+    # A GPU's clock and the host's differ a little.
+    assert accounted(1.0, {"time/update": 1.001}) == {"time/other": 0.0, "time/step": 1.0}
 
 
 def test_the_curve_is_a_picture_that_changes_with_the_run(run_dir):
@@ -234,7 +263,7 @@ def test_durations_come_in_the_unit_a_person_would_use(seconds, text):
 
 
 def test_a_stage_entered_twice_adds_up_and_one_that_failed_counts(monkeypatch):
-    clock = iter([0.0, 1.0, 5.0, 7.0, 7.0, 11.0])
+    clock = iter([0.0, 0.0, 1.0, 5.0, 7.0, 7.0, 11.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     timers = Timers()
     for _ in range(2):

@@ -125,9 +125,11 @@ def test_events_say_how_far_a_run_is(paths):
     emit(
         paths, "actor",
         ("publish", {"version": 0, "members": ["a", "b"]}),
-        ("step", {"step": 1, "reward/mean": 0.25, "tokens_per_s": 10.0, "staleness/max": 3}),
+        ("step", {"step": 1, "reward/mean": 0.25, "num_tokens": 30, "time/step": 3.0,
+                  "eta_s": None, "staleness/max": 3}),
         ("publish", {"version": 1, "members": ["a"], "fenced": ["b"]}),
-        ("step", {"step": 2, "reward/mean": 0.5, "tokens_per_s": 30.0, "staleness/max": 1}),
+        ("step", {"step": 2, "reward/mean": 0.5, "num_tokens": 40, "time/step": 2.0,
+                  "eta_s": 16.0, "staleness/max": 1}),
     )  # fmt: skip
     found = summary.summarize(paths.root)
     assert (found["steps_done"], found["last_reward"], found["tokens_per_s"]) == (2, 0.5, 20.0)
@@ -157,7 +159,11 @@ def test_the_time_left_is_the_pace_times_the_steps_left(paths):
     path = paths.events("actor", 0)
     path.parent.mkdir()
     base = {"role": "actor", "rank": 0, "pid": 1, "event": "step"}
-    lines = [json.dumps(base | {"time": 100.0 + 3 * n, "step": n}) for n in (1, 2, 3)]
+    told = [(1, 50.0, None), (2, 2.0, 16.0), (3, 4.0, 21.0)]
+    lines = [
+        json.dumps(base | {"time": 1e3 * n, "step": n, "time/step": seconds, "eta_s": eta_s})
+        for n, seconds, eta_s in told
+    ]
     path.write_text("\n".join(lines) + "\n")
     assert summary.summarize(paths.root)["eta_s"] == 21.0  # 7 steps of 3 s
 

@@ -68,15 +68,34 @@ def test_numbers_of_a_timeline_are_those_of_its_steps(run_dir):
     assert found.in_flight == pytest.approx((8 * 2 + 4 * 6 + 2 * 8 + 1 * 5) / 10)
     assert (found.updates, found.paused_s) == (1, 1.5)
     assert found.paused_share == pytest.approx(0.15)
-    medians = timeline.summary(timeline.read(run_dir))
-    assert medians.phases == {"wait": 4.0, "publish": 1.0} and medians.seconds_per_step == 9.0
-    assert medians.paused_s == pytest.approx((1.5 + 0.7) / 2)
+    whole = timeline.summary(timeline.read(run_dir))
+    # Steps of 5, 10 and 9 s with waits of 4, 2 and 6; step 2 was trained once more before.
+    assert (whole.seconds_per_step, whole.phases["wait"]) == (8.0, 4.0)
+    assert whole.phases["publish"] == pytest.approx((1 + 3 + 1) / 3)
+    assert whole.paused_s == pytest.approx((1.5 + 0.7) / 2)
     # From 5 to 30: a stood still for 0.7 and 1.5, b for 0.7 of it.
-    assert medians.paused_share == pytest.approx(2.2 / 25)
+    assert whole.paused_share == pytest.approx(2.2 / 25)
+    assert whole.between_s == pytest.approx(25 - 24)
     lines = timeline.text(found).splitlines()
-    assert lines[0] == "steps 2 to 2: 10.00 s each (medians)"
+    assert lines[0] == "steps 2 to 2: 10.00 s each (means)"
     assert lines[2].split() == ["wait", "2.00", "20.0%"]
     assert lines[-1].endswith("engines paused 1500 ms each, 15.00% of the time")
+    assert not any(line.startswith("between") for line in lines)
+    lines = timeline.text(whole).splitlines()
+    assert "between steps: 1 s of starts, pauses, and what was lost" in lines
+
+
+def test_what_only_some_steps_do_is_in_the_table(tmp_path):
+    """A checkpoint of 12 s every third step is a third of the time where the others take 12 s."""
+    run = tmp_path / "run"
+    write(run, [
+        timed(1, 12.0, step=12.0, wait=12.0, save=0.0),
+        timed(2, 24.0, step=12.0, wait=12.0, save=0.0),
+        timed(3, 36.0, step=12.0, wait=0.0, save=12.0),
+    ])  # fmt: skip
+    found = timeline.summary(timeline.read(run))
+    assert found.phases == {"wait": 8.0, "save": 4.0}
+    assert sum(found.phases.values()) == found.seconds_per_step and found.between_s == 0
 
 
 def test_of_a_step_that_was_trained_again_the_newest_phases_count(run_dir):

@@ -82,39 +82,42 @@ class Costs:
         return flops + (hearing_flops(shape.audio, heard.values()) if shape.audio else 0.0)
 
     def end_step(self) -> dict[str, float]:
-        """The costs of the step, the same on every rank; collective over all of them.
+        """The costs of the step; collective over all ranks.
 
         Returns:
-            `time/...` of every phase [s], of the slowest rank; `train/tokens_per_s_per_gpu` and, on
-            a GPU whose peak is known, `train/mfu` while in them; of a model that sees
+            `time/...` of every phase [s], this rank's own: where it waits for another rank counts
+            with the phase that it waits in, so that they add up. Of all ranks together:
+            `train/tokens_per_s_per_gpu` and, on a GPU whose peak is known, `train/mfu`, by the
+            seconds that ranks were in these phases; of a model that sees
             `train/tower_tflops`, of all replicas, and `train/media/...`: media encoded, one
             once for each replica and portion, and tokens that stood for features, by modality;
             `train/padding`, the share of computed tokens that are none; on GPUs
             `memory/peak_gib`, of the fullest, since start.
         """
-        names = sorted(self._phases)
         on_gpu = self._device.type == "cuda"
         memory = torch.cuda.max_memory_allocated(self._device) / 2**30 if on_gpu else 0.0
         if on_gpu:
             torch.cuda.synchronize(self._device)
-        spent = [sum(_between(*pair) for pair in self._phases[name]) for name in names]
-        *slowest, fullest = self._reduced([*spent, memory], dist.ReduceOp.MAX)
-        media = [float(self._media[name]) for name in _MEDIA]
-        tokens, padded, flops, of_towers, *media = self._reduced(
-            [self._tokens, self._padded, self._flops, self._tower_flops, *media], dist.ReduceOp.SUM
+        found = {
+            f"time/{name}": sum(_between(*pair) for pair in pairs)
+            for name, pairs in sorted(self._phases.items())
+        }
+        [fullest] = self._reduced([memory], dist.ReduceOp.MAX)
+        sums = [self._tokens, self._padded, self._flops, self._tower_flops, sum(found.values())]
+        tokens, padded, flops, of_towers, seconds, *media = self._reduced(
+            [*sums, *(float(self._media[name]) for name in _MEDIA)], dist.ReduceOp.SUM
         )
         self._begin()
         ranks = dist.get_world_size()
         replica = ranks / mpu.get_data_parallel_world_size()  # as many ranks counted the same
-        found = {f"time/{name}": value for name, value in zip(names, slowest, strict=True)}
-        seconds = max(sum(slowest), 1e-9)
-        found["train/tokens_per_s_per_gpu"] = tokens / replica / ranks / seconds
+        seconds = max(seconds, 1e-9)
+        found["train/tokens_per_s_per_gpu"] = tokens / replica / seconds
         found["train/padding"] = padded / max(tokens + padded, 1)
         if self._shape.vision is not None:
             found["train/tower_tflops"] = of_towers / replica / 1e12
             found |= {n: count / replica for n, count in zip(_MEDIA, media, strict=True) if count}
         if self._peak:
-            found["train/mfu"] = flops / replica / ranks / seconds / self._peak
+            found["train/mfu"] = flops / replica / seconds / self._peak
         return found | ({"memory/peak_gib": fullest} if on_gpu else {})
 
     def _mark(self) -> _Mark:

@@ -252,7 +252,7 @@ class MegatronTrainer(MegatronScorer):
         micro_batches: Sequence[Sequence[int]],
     ) -> list[npt.NDArray[np.float32]]:
         """Does as `forward_logprobs` under weights that were kept."""
-        self._let_change()
+        self._host_copy.finish()  # part of what the caller measures
         with self.bank.swapped(name, version=self.step):
             return self.forward_logprobs(trajectories, micro_batches)
 

@@ -24,7 +24,7 @@ from relax_hpc.roles.dealing.portions import Batch, Portion
 from relax_hpc.roles.idle import Idle
 from relax_hpc.roles.training import skips
 from relax_hpc.telemetry.events import EventWriter
-from relax_hpc.telemetry.pace import PaceMeter
+from relax_hpc.telemetry.pace import PaceMeter, accounted
 from relax_hpc.telemetry.progress import step_line
 from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.publish import Published
@@ -115,8 +115,9 @@ class Rank0:
         if self._lookout:
             fields |= with_skipped(fields, self.sequencer.skipped_for(step), self._config)
         num_steps = self._config.schedule.num_steps
-        seconds, eta_s = self._pace.end_step(step, num_steps)
-        fields |= {"time/step": seconds, "tokens_per_s": fields["num_tokens"] / seconds}
+        fields |= accounted(seconds := timers.elapsed, fields)
+        fields["tokens_per_s"] = fields["num_tokens"] / seconds
+        eta_s = self._pace.end_step(seconds, num_steps - step)
         self._events.emit("step", step=step, eta_s=eta_s, **fields)
         self._events.emit("phases", step=step, phases=timers.phases)
         log.info("%s", step_line({"step": step, **fields}, num_steps, eta_s))

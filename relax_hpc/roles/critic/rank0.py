@@ -22,6 +22,7 @@ from relax_hpc.roles.scorer import rank0 as scorer
 from relax_hpc.roles.scorer.loop import Round
 from relax_hpc.roles.training import skips
 from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.telemetry.pace import accounted
 from relax_hpc.telemetry.timers import Timers
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class Rank0:
         """Logs the step: how far its values were from what came of the states."""
         fields = {**_explained(fields), **timers.seconds, **self._waited.seconds}
         fields.pop("entropy", None)
+        fields |= accounted(self._waited.elapsed, fields)
         self._events.emit("critic_step", step=step, **fields)
         self._events.emit("phases", step=step, phases=[*self._waited.phases, *timers.phases])
         log.info(

@@ -19,7 +19,7 @@ from relax_hpc.roles.dealing.micro_batches import imbalance, own_rows, plan_micr
 from relax_hpc.roles.sft.loop import HeldoutLoss, Share
 from relax_hpc.roles.training import skips
 from relax_hpc.telemetry.events import EventWriter
-from relax_hpc.telemetry.pace import PaceMeter
+from relax_hpc.telemetry.pace import PaceMeter, accounted
 from relax_hpc.telemetry.progress import step_line
 from relax_hpc.telemetry.timers import Timers
 
@@ -123,9 +123,10 @@ class Rank0:
         if not self._batch["num_trained_tokens"]:
             log.warning("step %d: no document has a token to train on: no update", step)
             fields = {name: value for name, value in fields.items() if name != "loss"}
-        seconds, eta_s = self._pace.end_step(step, self._config.num_steps)
-        speed = {"time/step": seconds, "tokens_per_s": self._batch["num_tokens"] / seconds}
-        fields = {**self._batch, **fields, **timers.seconds, **speed}
+        fields = {**self._batch, **fields, **timers.seconds}
+        fields |= accounted(seconds := timers.elapsed, fields)
+        fields["tokens_per_s"] = self._batch["num_tokens"] / seconds
+        eta_s = self._pace.end_step(seconds, self._config.num_steps - step)
         self._events.emit("step", step=step, eta_s=eta_s, **fields)
         self._events.emit("phases", step=step, phases=timers.phases)
         log.info("%s", step_line({"step": step, **fields}, self._config.num_steps, eta_s))

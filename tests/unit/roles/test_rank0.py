@@ -240,14 +240,15 @@ def test_a_skipped_update_names_the_shard_of_a_sample_of_any_portion_of_its_step
 
 def test_a_step_is_noted_with_its_speed(monkeypatch):
     rank0, _, events = rank0_of(Journal(), algorithm__groups__name="as_sampled")
-    monkeypatch.setattr(rank0._pace, "end_step", lambda step, num_steps: (4.0, 8.0 - step))
+    left = rank0._config.schedule.num_steps - 3
+    monkeypatch.setattr(rank0._pace, "end_step", lambda *told: {(4.0, left): 5.0}[told])
     monkeypatch.setattr(rank0._batch, "describe", lambda step: {"num_tokens": 100})
-    timers = SimpleNamespace(seconds={"time/save": 2.0}, phases=["phase"])
+    timers = SimpleNamespace(seconds={"time/save": 2.0}, phases=["phase"], elapsed=4.0)
     rank0.end_step(3, {"loss": 0.5}, timers)
     [step] = events.of("step")
     assert step == {
         "step": 3, "eta_s": 5.0, "num_tokens": 100, "loss": 0.5, "time/save": 2.0,
-        "time/step": 4.0, "tokens_per_s": 25.0,
+        "time/other": 2.0, "time/step": 4.0, "tokens_per_s": 25.0,
     }  # fmt: skip
     assert events.of("phases") == [{"step": 3, "phases": ["phase"]}]
 
