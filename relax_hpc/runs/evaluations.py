@@ -36,7 +36,7 @@ class Evaluation(NamedTuple):
     version_max: int
     """Newest policy that did."""
     missing_tasks: int
-    """Tasks that said their scores, and whose samples are not there (yet)."""
+    """Tasks whose samples are not there (yet)."""
     reward_errors: int
     """Samples whose reward failed."""
     masked: int
@@ -153,7 +153,7 @@ def _evaluation(
             when=when,
             version=min(versions, default=-1),
             version_max=max(tasks[rank]["version_max"] for rank in there),
-            missing_tasks=len(files) - len(there),
+            missing_tasks=len(files) - len(there) + _untold(tasks),
             reward_errors=sum(row.failed for row in rows),
             masked=len(rows) - len(samples),
             all=statistics(samples, ks, right=right),
@@ -163,6 +163,11 @@ def _evaluation(
         )
     except ConfigError as error:
         raise ConfigError(f"{name}, {when}: {error}") from None
+
+
+def _untold(tasks: dict[int, Event]) -> int:
+    """Tasks that have not told their share."""
+    return max(max(event.get("tasks", 1) for event in tasks.values()) - len(tasks), 0)
 
 
 class _Row(NamedTuple):

@@ -118,7 +118,7 @@ def _of_rl(done: dict[str, Any]) -> list[tuple[str, str]]:
                          f"{count['trained_twice']} twice" + _dropped(count["dropped"])),
         *([("data", f"{done['rows_left_out']} rows left out, see left_out.jsonl")]
           if done.get("rows_left_out") else []),
-        *([("reference", f"{done['scored']} trajectories scored")] if done.get("scored") else []),
+        *((role, f"{number} trajectories scored") for role, number in done["scored"].items()),
         *_reward_errors(done.get("reward_errors"), ""),
         *_reward_errors(done.get("heldout_reward_errors"), " held-out"),
         ("staleness", f"{done['max_staleness_seen']} at most"),

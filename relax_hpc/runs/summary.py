@@ -62,7 +62,7 @@ def summed_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> di
             },
         },
         "rows_left_out": _rows_left_out(paths),
-        "scored": sum(e["num_trajectories"] for e in events if e["event"] == "scored"),
+        "scored": _scored(events),
         "max_staleness_seen": max([counts.max_staleness, *seen]),
         "weight_versions": _weight_versions(events),
         "checksums_equal": _checksums_equal(events),
@@ -70,6 +70,15 @@ def summed_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> di
         "reward_errors": _reward_errors(events, heldout=False),
         "heldout_reward_errors": _reward_errors(events, heldout=True),
     }
+
+
+def _scored(events: Sequence[Event]) -> dict[str, int]:
+    """Counts trajectories that got a column, by the role that made it."""
+    found = dict[str, int]()
+    for event in events:
+        if event["event"] == "scored":
+            found[event["role"]] = found.get(event["role"], 0) + event["num_trajectories"]
+    return found
 
 
 def _rows_left_out(paths: RunPaths) -> int:

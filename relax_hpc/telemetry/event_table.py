@@ -3,8 +3,6 @@
 `docs/events.md` is made of this table, and `EventWriter` writes nothing that is not in it.
 """
 
-from collections.abc import Iterable
-
 from relax_hpc.telemetry.event_kind import EventKind
 
 _PHASES = "`[name, start, seconds]` each, start in seconds since 1970"
@@ -154,6 +152,7 @@ EVENTS: dict[str, EventKind] = {
             "headline": "whether it is the job's first set, which curve and summary show",
             "when": "before, during or after",
             "number": "among those of `when`",
+            "tasks": "that have a share of it; until all have told theirs there is no score",
             "version": "oldest policy that sampled a token; -1 if none was sampled",
             "version_max": "newest policy that did",
             "correct": "sum of the scores",
@@ -190,7 +189,16 @@ EVENTS: dict[str, EventKind] = {
             "moe/...": "experts: max_load and the losses that are on",
             "train/...": "tokens_per_s_per_gpu, mfu, padding",
             "memory/...": "peak_gib of the fullest rank",
-            "time/...": "seconds",
+            "time/...": "seconds of rank 0, as of `step`",
+        },
+        {
+            "loss": "loss/critic",
+            "value/...": "loss/critic/...",
+            "grad_norm": "trainer/critic/grad_norm",
+            "lr": "trainer/critic/lr",
+            "skipped": "trainer/critic/skipped",
+            "train/...": "trainer/critic/...",
+            "time/...": "time/critic/...",
         },
     ),
     # actor
@@ -373,33 +381,3 @@ EVENTS: dict[str, EventKind] = {
         {"holder": "trainer or engines", "seconds": "until they were its own", "free_gib": ""},
     ),
 }
-
-
-def undeclared(event: str, fields: Iterable[str]) -> list[str]:
-    """Returns the names among `fields` that `EVENTS` does not have for `event`."""
-    declared = EVENTS[event].fields
-    return [name for name in fields if name not in declared and _area(name) not in declared]
-
-
-def tag(event: str, field: str, **names: str) -> str | None:
-    """The tag of a field's curve; None if the field is not drawn.
-
-    Args:
-        event: the kind.
-        field: of it.
-        names: values that stand in the tag.
-    """
-    tags = EVENTS[event].tags
-    found = tags.get(field)
-    if found is None and (area := _area(field)) in tags:
-        found = tags[area].removesuffix("...") + field.partition("/")[2]
-    if found is None:
-        return None
-    for name, value in names.items():
-        found = found.replace(f"<{name}>", value)
-    return found
-
-
-def _area(name: str) -> str:
-    area, slash, _ = name.partition("/")
-    return f"{area}/..." if slash else ""

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from relax_hpc.records import finite
-from relax_hpc.telemetry.event_table import EVENTS, undeclared
+from relax_hpc.telemetry.event_names import undeclared
+from relax_hpc.telemetry.event_table import EVENTS
 
 Event = dict[str, Any]
 FREQUENT = ("load", "phases", "shard")

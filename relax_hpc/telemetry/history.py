@@ -10,7 +10,7 @@ from relax_hpc.telemetry.pace import RECENT
 
 
 class Heldout(NamedTuple):
-    """One evaluation of a held-out set, added up over the rollout ranks that took part."""
+    """One evaluation of a held-out set, added up over all rollout ranks."""
 
     name: str
     """Name of the held-out set."""
@@ -46,6 +46,8 @@ def present_step(events: Sequence[Event]) -> int:
 def heldout(events: Sequence[Event], *, every_set: bool = False) -> list[Heldout]:
     """Evaluations in order of the policy version; a rank's repetition replaces its first try.
 
+    One of which a rank has not told its share yet is left out: other prompts have other scores.
+
     Args:
         every_set: or those of the job's first set only.
     """
@@ -57,6 +59,8 @@ def heldout(events: Sequence[Event], *, every_set: bool = False) -> list[Heldout
             parts[event["name"], event["when"], event["number"]][event["rank"]] = event
     points = []
     for (name, when, _), by_rank in parts.items():
+        if len(by_rank) < max(e.get("tasks", 1) for e in by_rank.values()):
+            continue
         if count := sum(e["num_samples"] for e in by_rank.values()):
             correct = sum(e["correct"] for e in by_rank.values())
             newest = max(e["time"] for e in by_rank.values())

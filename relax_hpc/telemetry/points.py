@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from relax_hpc.telemetry import history
-from relax_hpc.telemetry.event_table import EVENTS, tag
+from relax_hpc.telemetry.event_names import tag
+from relax_hpc.telemetry.event_table import EVENTS
 from relax_hpc.telemetry.events import Event
 
 
@@ -43,7 +44,9 @@ class Points:
         """The newest one, or the one that was resumed from since."""
         self._drawn = defaultdict[str, set[int]](set)
         self._shares = defaultdict[tuple[str, str, int], dict[int, Event]](dict)
-        self._scores: list[Point] = []
+        self._lasting: list[Point] = []
+        """Points that no trainer makes again: scores, and what the critic learned of a step."""
+        self._critic_step = 0
         self._between: list[Event] = []
         """Events of the kinds that are summed up at the next step."""
 
@@ -63,6 +66,11 @@ class Points:
                     yield from self._once(kind, event)
                 case "eval":
                     yield from self._score(event)
+                case "critic_step" if event["step"] > self._critic_step:  # others repeat it
+                    self._critic_step = event["step"]
+                    points = list(_points(event))
+                    self._lasting += points
+                    yield from points
                 case "load" | "shard":
                     self._between.append(event)
 
@@ -80,8 +88,7 @@ class Points:
         yield Rewind(step)
         for kind, drawn in self._drawn.items():
             self._drawn[kind] = {each for each in drawn if each <= step}
-        # Nobody makes an evaluation twice.
-        yield from (point for point in self._scores if point.step > step)
+        yield from (point for point in self._lasting if point.step > step)
 
     def _once(self, kind: str, event: Event) -> Iterator[Point]:
         """Draws the first of a kind of each step: others are of engines that came later."""
@@ -99,9 +106,9 @@ class Points:
         for score in history.heldout(list(shares.values()), every_set=True):
             name = tag("eval", "correct", name=score.name)
             assert name is not None
-            if all((point.tag, point.step) != (name, score.version) for point in self._scores):
-                self._scores.append(Point(name, score.version, score.reward, score.time))
-                yield self._scores[-1]
+            if all((point.tag, point.step) != (name, score.version) for point in self._lasting):
+                self._lasting.append(Point(name, score.version, score.reward, score.time))
+                yield self._lasting[-1]
 
 
 def _points(event: Event) -> Iterator[Point]:

@@ -43,8 +43,8 @@ class Prompts:
 class Board:
     """Keeps what evaluations leave; of those before it knows none, or the last one."""
 
-    def __init__(self, *, is_over=False):
-        self.added, self.is_over = [], is_over
+    def __init__(self, *, is_over=False, size=1):
+        self.added, self.is_over, self.size = [], is_over, size
 
     def begun(self, name):
         return Begun([Due(name, "after", 0)] * self.is_over, [])

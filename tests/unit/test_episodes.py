@@ -23,7 +23,7 @@ from relax_hpc.roles.rollout.episodes import Grouper
 from relax_hpc.roles.rollout.loop import means_of, publish
 from relax_hpc.sampling.how import How
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
-from relax_hpc.telemetry.event_table import undeclared
+from relax_hpc.telemetry.event_names import undeclared
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

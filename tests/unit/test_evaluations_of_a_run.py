@@ -95,6 +95,13 @@ def test_what_a_task_did_again_counts_once_and_its_newest_try(made):
     assert during.all.mean.value == 1.0
 
 
+def test_a_task_that_has_not_told_its_share_is_said_to_be_missing(made):
+    path = made.paths.events("rollout", 0)
+    path.write_text(path.read_text().replace('"headline": true', '"headline": true, "tasks": 4'))
+    [before, _] = evaluations.collect(made.root)
+    assert before.missing_tasks == 2
+
+
 def test_samples_that_are_not_there_yet_are_said_to_be_missing(made):
     made.paths.eval_rows("h", 21, "during", 1, 1).unlink()
     [_, during] = evaluations.collect(made.root)

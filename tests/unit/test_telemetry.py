@@ -140,6 +140,14 @@ def test_held_out_scores_add_up_over_ranks_and_a_repetition_replaces(run_dir):
     ]
 
 
+def test_a_score_is_that_of_the_whole_set_or_there_is_none_yet():
+    half = evaluation("after", 9, 0, 12.0, 16, tasks=2)
+    whole = [evaluation("before", 0, rank, 4.0, 8, tasks=2) for rank in (0, 1)]
+    assert [(p.when, p.reward) for p in history.heldout([*whole, half])] == [("before", 0.5)]
+    other = evaluation("after", 9, 1, 0.0, 8, tasks=2)
+    assert [p.reward for p in history.heldout([*whole, half, other])] == [0.5, 0.5]
+
+
 def test_an_evaluation_of_no_prompts_is_no_point():
     assert history.heldout([evaluation("before", 0, 1, 0.0, 0)]) == []
 

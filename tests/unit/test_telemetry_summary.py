@@ -146,6 +146,15 @@ def test_events_say_how_far_a_run_is(paths):
     assert (found["heldout_before"], found["heldout_after"]) == (0.25, 0.75)
 
 
+def test_what_was_scored_is_told_by_who_did(paths):
+    told = {"num_shards": 1, "num_tokens": 9, "first_guid": 0}
+    emit(paths, "critic", *[("scored", told | {"num_trajectories": n}) for n in (2, 4)])
+    found = summary.summarize(paths.root)
+    assert found["scored"] == {"critic": 6}
+    emit(paths, "reference", ("scored", told | {"num_trajectories": 2}))
+    assert summary.summarize(paths.root)["scored"] == {"critic": 6, "reference": 2}
+
+
 def test_after_a_resume_the_figures_are_those_of_the_steps_that_it_goes_on_from(paths):
     done = [{"reward/mean": 0.5 * n, "num_trajectories": 2, "staleness/max": n} for n in (1, 2)]
     emit(paths, "actor", *[("step", {"step": n} | each) for n, each in enumerate(done, start=1)])

@@ -12,7 +12,8 @@ from relax_hpc.boards import finish, run_board
 from relax_hpc.boards.description import CHARTS
 from relax_hpc.boards.run_board import RunBoard
 from relax_hpc.telemetry import event_tail, events
-from relax_hpc.telemetry.event_table import EVENTS, PREFIXES, tag
+from relax_hpc.telemetry.event_names import tag
+from relax_hpc.telemetry.event_table import EVENTS, PREFIXES
 from relax_hpc.telemetry.event_tail import EventTail
 
 LOAD = {"seconds": 5.0, "num_tokens": 9, "in_flight": 1, "kv_used": None}
@@ -87,6 +88,30 @@ def test_steps_after_the_checkpoint_replace_those_that_were_lost(run):
     assert curves(view.Reload()) == expected, "for who was looking"
     board.end(failed=True)
     assert curves(read(paths.tensorboard)) == expected, "for who looks afterwards"
+
+
+def test_what_the_critic_learned_is_drawn_once_whoever_goes_back(run):
+    """A critic that lives does not repeat what a trainer that resumes does; one that ended does."""
+    paths, config = run
+    board = RunBoard(paths, config)
+    learned = [
+        event("critic_step", float(n), "critic", step=n, loss=n / 4, **{"value/explained": n / 8})
+        for n in (1, 2, 3)
+    ]
+    write(paths, *learned[:2], step(1, 2.5, 0.5), step(2, 2.6, 0.5), learned[2])
+    board.update()
+    write(
+        paths,
+        event("resume", 5.0, rank=0, step=1), step(2, 6.0, 0.75),
+        event("critic_resume", 6.0, "critic", step=0), *learned,
+    )  # fmt: skip
+    board.update()
+    board.end(failed=False)
+    assert curves(read(paths.tensorboard)) == {
+        "reward/mean": [(1, 0.5), (2, 0.75)],
+        "loss/critic": [(1, 0.25), (2, 0.5), (3, 0.75)],
+        "loss/critic/explained": [(1, 0.125), (2, 0.25), (3, 0.375)],
+    }
 
 
 def test_a_trainer_that_begins_at_the_first_step_again_without_a_checkpoint_replaces_all(run):

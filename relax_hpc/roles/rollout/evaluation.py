@@ -163,7 +163,8 @@ class Evaluator:
         rows = sorted([*rows, *(row for task in tasks for row in task.result())])
         share = Share.of(rows)
         headline = due.name == next(iter(self._config.eval))
-        self._events.emit("eval", headline=headline, **due._asdict(), **share._asdict())
+        told = {"headline": headline, "tasks": self._board.size}
+        self._events.emit("eval", **told, **due._asdict(), **share._asdict())
         await asyncio.to_thread(self._board.add, due, share, rows)
 
     async def _scored(self, due: Due, prompt: Prompt) -> list[Row]:

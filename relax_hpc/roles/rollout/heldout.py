@@ -129,7 +129,9 @@ class Board:
     """
 
     def __init__(self, paths: RunPaths, rank: int, size: int) -> None:
-        self._paths, self._rank, self._size = paths, rank, size
+        self._paths, self._rank = paths, rank
+        self.size = size
+        """Tasks that have a share."""
         self._of_all = threading.Lock()
         """Held while the shares are written: sets are completed in threads."""
 
@@ -185,7 +187,7 @@ class Board:
         part = self._part(due)
         patiently(part, lambda: part.unlink(missing_ok=True))
         found = [share, *self._others(due.key)]
-        if len(found) == self._size:
+        if len(found) == self.size:
             log.info("%s", _line(due, found), extra=OF_ALL)
 
     def _parts(self, name: str) -> list[Path]:
@@ -207,7 +209,7 @@ class Board:
     def _others(self, key: str) -> list[Share]:
         """Reads as many as there are until one is missing."""
         found: list[Share] = []
-        for rank in range(self._size):
+        for rank in range(self.size):
             if rank != self._rank:
                 share = (read_json(self._paths.heldout_shares(rank)) or {}).get(key)
                 if share is None:

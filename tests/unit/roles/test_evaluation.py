@@ -44,7 +44,7 @@ class Made:
 
     def __init__(self, *, rank=0, size=1, sets=("heldout",), board=None, schedule=None,
                  score=None, on_error="zero", **settings):  # fmt: skip
-        self.journal, self.events, self.board = Journal(), Events(), board or Board()
+        self.journal, self.events, self.board = Journal(), Events(), board or Board(size=size)
         self.sampler = Greedy(self.journal)
         prompts = [Prompt(index=i, token_ids=[i], answer=str(i), source=f"s{i}") for i in range(5)]
         each_own = sets if isinstance(sets, dict) else {name: {} for name in sets}
@@ -84,8 +84,8 @@ def test_a_task_evaluates_its_own_share_of_the_held_out_prompts_greedily():
     assert made.journal == [([1], 0.0), ([3], 0.0)]
     assert made.events.of("eval") == [
         {
-            "name": "heldout", "headline": True, "when": "before", "number": 0, "version": 0,
-            "version_max": 0, "correct": 2.0, "num_samples": 2, "num_masked": 0,
+            "name": "heldout", "headline": True, "tasks": 2, "when": "before", "number": 0,
+            "version": 0, "version_max": 0, "correct": 2.0, "num_samples": 2, "num_masked": 0,
         }
     ]  # fmt: skip
     made = evaluate([(0, 0)], rank=0, size=2, every=0)
