@@ -9,7 +9,7 @@ import numpy.typing as npt
 from relax_hpc.bus import layout
 from relax_hpc.bus.plan import Part, Sidecar
 from relax_hpc.bus.shards import media
-from relax_hpc.bus.shards.encode import from_columns
+from relax_hpc.bus.shards.encode import PARTS, from_columns
 from relax_hpc.bus.shards.open_shards import OpenShards
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.errors import BusError, DamagedError
@@ -90,6 +90,28 @@ class Reader:
             for name, values in columns.items():
                 values.append(shard.read_rows(f"row/{name}", part.lo, part.hi))
         return BatchIndex(**{name: np.concatenate(values) for name, values in columns.items()})
+
+    def parts(self, record: Selection) -> dict[str, Array]:
+        """Reads the parts of the rewards of a batch by their names, [n] in plan order each.
+
+        NaN where a row has no such part.
+
+        Raises:
+            DamagedError: a shard is missing or damaged.
+        """
+        self._begin(record)
+        found: dict[str, Array] = {}
+        num_rows = sum(part.hi - part.lo for part in record.parts)
+        first = 0
+        for part in _merged(record.parts):
+            shard, last = self._shard(part), first + part.hi - part.lo
+            if names := shard.part_names:
+                values = shard.read_rows(PARTS, part.lo, part.hi)
+                for column, name in enumerate(names):
+                    of_all = found.setdefault(name, np.full(num_rows, np.nan, np.float32))
+                    of_all[first:last] = values[:, column]
+            first = last
+        return found
 
     def rows(
         self, record: Selection, rows: Sequence[int], columns: Collection[str] | None = None

@@ -109,16 +109,18 @@ EVENTS: dict[str, EventKind] = {
             "seconds": "that the commit took",
             "first_guid": "",
             "num_groups": "",
+            "num_episodes": "of which the means are",
             "num_trajectories": "",
             "num_tokens": "",
             "policy_version_min": "",
             "policy_version_max": "",
             "reward/...": "mean over episodes",
-            "parts/...": "mean over episodes of each part of the reward",
-            "rollout/...": "mean over episodes of the environment's metrics; media/number, bytes, "
+            "parts/...": "mean of each part of the reward over the episodes that have it",
+            "rollout/...": "likewise of the environment's metrics; media/number, bytes, "
             "tokens, and prepare_s, seconds that a prompt waited for its media",
+            "counts": "episodes that have it, by name of a mean, where these are not all",
         },
-        {"parts/...": "reward/parts/...", "rollout/...": "rollout/..."},
+        {"rollout/...": "rollout/..."},
     ),
     "unfinished": EventKind(
         "rollout",
@@ -228,6 +230,8 @@ EVENTS: dict[str, EventKind] = {
             "loss_scale": "float16",
             "reward/...": "mean over the batch's episodes; errors: part of the episodes whose "
             "reward failed; sampled: with those that were skipped",
+            "parts/...": "mean of each part of the reward over the batch's episodes that have it; "
+            "where all have all of them, those without a slash add up to reward/mean",
             "staleness/...": "mean, max over episodes, of the oldest token",
             "response/...": "mean tokens of an episode behind its prompts; truncated: part of the "
             "episodes",
@@ -266,6 +270,7 @@ EVENTS: dict[str, EventKind] = {
             "skipped": "trainer/skipped",
             "loss_scale": "trainer/loss_scale",
             "reward/...": "reward/...",
+            "parts/...": "reward/parts/...",
             "groups/...": "reward/groups/...",
             "staleness/...": "staleness/...",
             "logprob_gap/...": "staleness/logprob_gap/...",

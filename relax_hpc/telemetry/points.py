@@ -124,15 +124,21 @@ def _summed_up(events: Sequence[Event]) -> Iterator[tuple[str, float]]:
 
 
 def _of_shards(shards: Sequence[Event]) -> Iterator[tuple[str, float]]:
-    """The means over their trajectories."""
+    """The means over their episodes, of those that have the field."""
     fields = dict.fromkeys(field for shard in shards for field in shard)
     for field in fields:
         name = tag("shard", field)
         known = [shard for shard in shards if shard.get(field) is not None]
         if name and known:
-            weights = [shard["num_trajectories"] for shard in known]
+            weights = [_count(shard, field) for shard in known]
             values = [shard[field] for shard in known]
             yield name, statistics.fmean(values, weights)
+
+
+def _count(shard: Event, field: str) -> int:
+    """Episodes that a mean is of; of runs of before that do not say, rows."""
+    every = shard.get("num_episodes", shard["num_trajectories"])
+    return int(shard.get("counts", {}).get(field, every))
 
 
 def _of_engines(loads: Sequence[Event]) -> Iterator[tuple[str, float]]:

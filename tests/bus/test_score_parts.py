@@ -50,6 +50,17 @@ def test_a_trainer_does_not_read_parts_and_knows_failures_before_it_reads_rows(p
     assert reader.index(record).reward_error.tolist() == [0, 1]
 
 
+def test_parts_of_a_batch_are_read_without_its_rows(paths):
+    of_both = [selection.of_guid(paths, guid) for guid in (0, 1)]
+    found = [Reader(paths).parts(record) for record in of_both]
+    nan = np.nan
+    expected = {"found": [nan, nan, 2, nan], "right": [1, nan, nan, nan],
+                "short": [-0.25, nan, 0, nan], "short/words": [-0.25, nan, nan, nan]}  # fmt: skip
+    assert found[0].keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(np.concatenate([each[name] for each in found]), values)
+
+
 def test_any_reader_of_hdf5_finds_the_names(paths):
     [path] = paths.fence(PRODUCERS[0], 1).glob("*.h5")
     with h5py.File(path, "r", locking=False) as file:

@@ -363,9 +363,10 @@ def test_a_shards_event_has_means_over_episodes_and_counts_rows(tokens):
     rows = [row._replace(segment=segment) for segment in range(3)]
     rows.append(row._replace(sibling=1, reward=0.0))
     said = Committed()
-    publish(said, [PromptGroup(0, rows, [{"calls": 3.0}, {"calls": 1.0}])], said)
+    publish(said, [PromptGroup(0, rows, [{"calls": 3.0}, {"calls": 1.0, "late": 5.0}])], said)
     assert (said.fields["reward/mean"], said.fields["rollout/calls"]) == (0.5, 2.0)
     assert (said.fields["num_trajectories"], said.fields["num_tokens"]) == (4, 12)
+    assert (said.fields["num_episodes"], said.fields["counts"]) == (2, {"rollout/late": 1})
     assert undeclared("shard", said.fields) == []
 
 

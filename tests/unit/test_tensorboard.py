@@ -147,11 +147,14 @@ def test_what_engines_and_producers_say_between_two_steps_is_one_point(run):
               num_given=30, num_cached=20, num_media=0, num_media_cached=0, **engine),
         event("load", 2.0, "rollout", 1, seconds=4.0, num_tokens=8, in_flight=2, kv_used=None,
               num_given=10, num_cached=5, num_media=8, num_media_cached=2, **engine),
-        event("shard", 1.0, "rollout", num_trajectories=1, **{"parts/a": 1.0, "rollout/x": None}),
-        event("shard", 1.5, "rollout", num_trajectories=3, **{"parts/a": 0.0, "rollout/y": 2.0}),
-        event("shard", 1.6, "rollout", num_trajectories=0, **{"parts/a": None}),
+        event("shard", 1.0, "rollout", num_trajectories=1, **{"rollout/a": 1.0, "rollout/x": None}),
+        event("shard", 1.5, "rollout", num_trajectories=3, **{"rollout/a": 0.0, "rollout/y": 2.0}),
+        event("shard", 1.6, "rollout", num_trajectories=0, **{"rollout/a": None}),
+        # Of 8 rows that are 4 episodes; one has a "y".
+        event("shard", 1.7, "rollout", num_trajectories=8, num_episodes=4, counts={"rollout/y": 1},
+              **{"rollout/a": 1.0, "rollout/y": 6.0}),
         event("reward_errors", 1.7, "rollout", num_errors=1, num_samples=3, first="it broke"),
-        step(1, 3.0, 0.5, **{"reward/errors": 0.5}), step(2, 4.0, 0.5),
+        step(1, 3.0, 0.5, **{"reward/errors": 0.5, "parts/b": 0.75}), step(2, 4.0, 0.5),
     )  # fmt: skip
     finish.complete(paths, config, failed=False)
     assert curves(read(paths.tensorboard)) == {
@@ -161,8 +164,9 @@ def test_what_engines_and_producers_say_between_two_steps_is_one_point(run):
         "rollout/engines/rollout-0/media_cached": [(1, 0.25)],
         "rollout/engines/rollout-0/in_flight": [(1, 3.0)],
         "rollout/engines/rollout-0/kv_used": [(1, 0.25)],
-        "reward/parts/a": [(1, 0.25)],
-        "rollout/y": [(1, 2.0)],
+        "reward/parts/b": [(1, 0.75)],
+        "rollout/a": [(1, 0.625)],  # 1 + 0 + 4 of 1 + 3 + 4
+        "rollout/y": [(1, 3.0)],  # 3 x 2 + 6 of 3 + 1
         "reward/errors": [(1, 0.5)],  # of what is trained on; held-out ones are not of the step
     }
 

@@ -71,6 +71,8 @@ class Batch:
         self._siblings = config.rollout.samples_per_prompt
         self._masks_errors = config.reward.on_error == "mask"
         self._indices: list[BatchIndex] = []
+        self._parts: list[dict[str, Floats]] = []
+        """Parts of the rewards of each of them."""
         self._load = [0] * config.actor.layout.data_parallel
         self._num_micro_batches = 0
 
@@ -96,6 +98,7 @@ class Batch:
         parts = split_groups(groups[teaching], self._config.algorithm.mini_batches)
         dealt = [self._deal(lengths, shards, teaching[part]) for part in parts]
         self._indices.append(index)
+        self._parts.append(self._reader.parts(record))
         return Portion(
             record,
             columns,
@@ -135,24 +138,43 @@ class Batch:
         lag = step - 1 - oldest
         mixed = index.policy_version_min != index.policy_version_max
         found = {"routing/mixed": float(mixed.mean())} if self._config.replays_routing else {}
-        return found | {
-            "policy_version": step,
-            "reward/mean": float(rewards[counts].mean()) if counts.any() else 0.0,
-            "reward/errors": float((index.reward_error[first] != 0).mean()),
-            "staleness/mean": float(lag.mean()),
-            "staleness/max": int(lag.max()),
-            "num_trajectories": len(index.guid),
-            "num_tokens": int(lengths_of(index).sum()),
-            "response/mean": float(index.response_len.sum() / len(first)),
-            "response/truncated": float(
-                np.maximum.reduceat(index.finish == FinishReason.LENGTH, first).mean()
-            ),
-            "groups/solved": float(solved.mean()),
-            "groups/teaching": float(standing.spread.mean()),
-            "batch/portions": len(self._indices),
-            "batch/micro_batches": self._num_micro_batches,
-            "batch/imbalance": imbalance(self._load),
-        }
+        return (
+            found
+            | self._means_of_parts(first)
+            | {
+                "policy_version": step,
+                "reward/mean": float(rewards[counts].mean()) if counts.any() else 0.0,
+                "reward/errors": float((index.reward_error[first] != 0).mean()),
+                "staleness/mean": float(lag.mean()),
+                "staleness/max": int(lag.max()),
+                "num_trajectories": len(index.guid),
+                "num_tokens": int(lengths_of(index).sum()),
+                "response/mean": float(index.response_len.sum() / len(first)),
+                "response/truncated": float(
+                    np.maximum.reduceat(index.finish == FinishReason.LENGTH, first).mean()
+                ),
+                "groups/solved": float(solved.mean()),
+                "groups/teaching": float(standing.spread.mean()),
+                "batch/portions": len(self._indices),
+                "batch/micro_batches": self._num_micro_batches,
+                "batch/imbalance": imbalance(self._load),
+            }
+        )
+
+    def _means_of_parts(self, first: Lengths) -> dict[str, float]:
+        """Means over the episodes that have a part; `first` are the first rows of all."""
+        sizes = [len(index.guid) for index in self._indices]
+        means = {}
+        for name in dict.fromkeys(name for parts in self._parts for name in parts):
+            values = np.concatenate(
+                [
+                    parts.get(name, np.full(size, np.nan, np.float32))
+                    for parts, size in zip(self._parts, sizes, strict=True)
+                ]
+            )[first]
+            if not np.isnan(values).all():
+                means[f"parts/{name}"] = float(np.nanmean(values))
+        return means
 
     def _standing(self, index: BatchIndex) -> Standing:
         return standing_of(

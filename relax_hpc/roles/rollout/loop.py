@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -250,18 +250,23 @@ def publish(producer: Producer, groups: Sequence[PromptGroup], events: EventWrit
     if not rows:
         return
     first = [row for row in rows if not row.segment]
+    told = {"parts": [row.parts for row in first],
+            "rollout": [metrics for group in groups for metrics in group.metrics]}  # fmt: skip
+    counts = Counter(f"{area}/{name}" for area in told for each in told[area] for name in each)
     events.emit(
         "shard",
         seconds=round(time.perf_counter() - start, 4),
         first_guid=min(group.guid for group in groups),
         num_groups=len(groups),
+        num_episodes=len(first),
         num_trajectories=len(rows),
         num_tokens=sum(len(row.token_ids) for row in rows),
         policy_version_min=min(row.policy_version_min for row in rows),
         policy_version_max=max(row.policy_version_max for row in rows),
         **{"reward/mean": float(np.mean([row.reward for row in first]))},
-        **means_of("parts", [row.parts for row in first]),
-        **means_of("rollout", [metrics for group in groups for metrics in group.metrics]),
+        **means_of("parts", told["parts"]),
+        **means_of("rollout", told["rollout"]),
+        counts={name: count for name, count in counts.items() if count < len(first)},
         **_of_media(rows),
     )
 

@@ -65,6 +65,9 @@ class Reader:
     def __init__(self, journal):
         self.journal = journal
 
+    def parts(self, record):
+        return {}
+
     def index(self, record):
         rows = ROWS[record.portion]
         columns = {

@@ -30,6 +30,10 @@ class Reader:
 
     def __init__(self, *indices):
         self.indices = list(indices)
+        self.known = [{}] * len(indices)
+
+    def parts(self, record):
+        return self.known[record.portion]
 
     def index(self, record):
         return self.indices[record.portion]
@@ -227,6 +231,24 @@ def test_mini_batches_of_as_many_groups_as_can_be():
     found = [part.tolist() for part in split_groups(groups, 3)]
     assert found == [[0, 1, 2], [3, 4, 5, 6], [7, 8]]
     assert [part.tolist() for part in split_groups(groups, 1)] == [list(range(9))]
+
+
+def test_parts_of_a_reward_are_means_over_the_episodes_of_the_batch_that_have_them():
+    """Four episodes of two rows, then one of one row; the first row of each says its parts."""
+    nan = np.nan
+    segments = np.array([0, 1] * 4, np.int32)
+    first = index([1] * 8, [3] * 8, [2] * 8)._replace(segment=segments)
+    second = index([1] * 4, [3] * 4, [2] * 4, guid=1)
+    reader = Reader(first, second)
+    reader.known = [
+        {"right": np.float32([1, 9, 0, 9, 1, 9, nan, nan]), "none": np.float32([nan] * 8)},
+        {"right": np.float32([0, 0, 0, 1]), "short": np.float32([-1, nan, nan, -3])},
+    ]
+    batch = Batch(config(), reader)
+    for portion in (record(2, 0, last=False), record(1, 1)):
+        batch.deal(portion)
+    said = {name: value for name, value in batch.describe(5).items() if name.startswith("parts/")}
+    assert said == {"parts/right": pytest.approx(3 / 7), "parts/short": -2.0}
 
 
 def test_what_is_said_of_a_batch_is_of_all_its_portions():

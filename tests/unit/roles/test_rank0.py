@@ -86,6 +86,9 @@ class FakePublisher:
 class FakeReader:
     """Rows of prompt groups of two, of which the first is solved by the later policy."""
 
+    def parts(self, record):
+        return {}
+
     def index(self, record):
         count = len(record.guids)
         columns = {

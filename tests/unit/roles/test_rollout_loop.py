@@ -350,7 +350,8 @@ def test_the_event_of_a_shard_says_what_is_in_it():
     assert shard.pop("seconds") >= 0.0
     assert [shard] == [
         {
-            "first_guid": 6, "num_groups": 2, "num_trajectories": 4, "num_tokens": 5 + 5 + 3 + 5,
+            "first_guid": 6, "num_groups": 2, "num_episodes": 4, "num_trajectories": 4,
+            "num_tokens": 5 + 5 + 3 + 5, "counts": {},
             "policy_version_min": 0, "policy_version_max": 5, "reward/mean": 0.75,
         }
     ]  # fmt: skip
