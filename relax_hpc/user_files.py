@@ -11,12 +11,14 @@ import os
 import re
 import stat
 import sys
+import sysconfig
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, type_and_line
 from relax_hpc.storage import patiently
 
 _KINDS = {
@@ -39,6 +41,7 @@ ORIGIN = ".origin"
 """Name of a file beside the copy of a program, which says the path of what was copied."""
 HUB = "hf:"
 """Begin of the name of a data set of the Hugging Face hub, where a path could stand."""
+_PACKAGE = Path(__file__).parent
 _BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -214,14 +217,30 @@ def imported(place: str) -> Any:  # noqa: ANN401
     was: its `__file__` is that.
 
     Raises:
-        Exception: whatever the import raises.
+        Exception: whatever the import raises, but for SystemExit, which would end who imports.
     """
     module, _, attribute = place.rpartition(":")
-    if module.endswith(".py"):
-        return getattr(_run(Path(module)), attribute)
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)  # behind Python's own: a `code.py` there must not take its place
-    return getattr(importlib.import_module(module), attribute)
+    try:
+        if module.endswith(".py"):
+            return getattr(_run(Path(module)), attribute)
+        if (here := str(Path.cwd())) not in sys.path:
+            sys.path.append(here)  # behind Python's own: a `code.py` there must not take its place
+        return getattr(importlib.import_module(module), attribute)
+    except SystemExit as error:
+        raise ImportError(f"it called sys.exit({error.code!r})") from error
+
+
+def raised(error: BaseException) -> str:
+    """Says what a program of the user's raised as it was imported or made, and in which line."""
+    frames = [(Path(f.f_code.co_filename), n) for f, n in traceback.walk_tb(error.__traceback__)]
+    own = [place for place in frames if not _is_of_others(place[0])]
+    return type_and_line(error) + (f" ({own[-1][0].name}:{own[-1][1]})" if own else "")
+
+
+def _is_of_others(file: Path) -> bool:
+    """Whether a file is Python's, a package's that is installed, or ours."""
+    places = (_PACKAGE, *map(Path, (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))))
+    return not file.is_absolute() or any(file.is_relative_to(place) for place in places)
 
 
 def _run(path: Path) -> object:

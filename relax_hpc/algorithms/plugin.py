@@ -8,7 +8,7 @@ from pydantic import create_model
 
 from relax_hpc.algorithms.part import Part
 from relax_hpc.errors import ConfigError
-from relax_hpc.user_files import imported
+from relax_hpc.user_files import imported, raised
 
 
 class PluginError(ConfigError):
@@ -35,7 +35,7 @@ def load(place: str, base: type[Part]) -> type[Part]:
         found = imported(place)
     except Exception as error:
         raise PluginError(
-            f"cannot be run: {type(error).__name__}: {error}; name a class as file.py:Class"
+            f"cannot be run: {raised(error)}; name a class as file.py:Class"
         ) from error
     if not (inspect.isclass(found) and issubclass(found, base)):
         raise PluginError(f"is no subclass of {base.__module__}.{base.__name__}; make it one")

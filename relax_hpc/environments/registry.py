@@ -1,11 +1,12 @@
 """Environments by the name a job gives them, or by the place of their class."""
 
+import inspect
 from collections.abc import Callable
 
 from relax_hpc import user_files
 from relax_hpc.environments.base import Environment
 from relax_hpc.environments.single_turn import SingleTurn
-from relax_hpc.errors import ConfigError, type_and_line
+from relax_hpc.errors import ConfigError
 
 ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
     "single_turn": SingleTurn,
@@ -32,7 +33,19 @@ def make(name: str) -> Environment:
     try:
         made: Environment = user_files.imported(name)()
     except Exception as error:  # a program of somebody else's
-        raise ConfigError(f"{key}: cannot be made: {type_and_line(error)}; correct it") from error
-    if not callable(getattr(made, "rollout", None)):
+        raise ConfigError(
+            f"{key}: cannot be made: {user_files.raised(error)}; correct it"
+        ) from error
+    rollout = getattr(made, "rollout", None)
+    if not callable(rollout):
         raise ConfigError(f"{key}: has no method rollout(prompt, session); write one")
+    if not inspect.iscoroutinefunction(inspect.unwrap(rollout)):
+        raise ConfigError(f"{key}: rollout is awaited; write `async def rollout`")
+    try:
+        inspect.signature(rollout).bind(None, None)
+    except TypeError as error:
+        said = f"rollout is called with a prompt and a session: {error}"
+        raise ConfigError(
+            f"{key}: {said}; write `async def rollout(self, prompt, session)`"
+        ) from None
     return made

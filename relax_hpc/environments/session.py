@@ -103,6 +103,7 @@ class Session:
         "_sampler",
         "_seed",
         "_turn_media",
+        "failure",
     )
 
     def __init__(
@@ -136,6 +137,8 @@ class Session:
         self._reply: Reply | None = None
         """The newest."""
         self._num_calls = 0
+        self.failure: Exception | None = None
+        """Why engines gave no answer the last time: no fault of the environment."""
 
     @property
     def messages(self) -> list[Message]:
@@ -184,18 +187,13 @@ class Session:
             is_cut = len(call.draft.token_ids) >= left
             call.finish = FinishReason.LENGTH if is_cut else FinishReason.STOP
         if call.finish is None:
-            done = await self._sampler.sample(
-                given,
-                call.draft,
-                how._replace(
-                    max_new_tokens=left,
-                    view=found.view,
-                    ignore_eos=ignore_eos,
-                    end=self._end(stop, ignore_eos=ignore_eos),
-                ),
-                seed=seed_of_call(self._seed, self._num_calls - 1),
-                homes=self._homes,
+            how = how._replace(
+                max_new_tokens=left,
+                view=found.view,
+                ignore_eos=ignore_eos,
+                end=self._end(stop, ignore_eos=ignore_eos),
             )
+            done = await self._sample(call, how)
             call.finish, call.routed_experts = done.finish, done.routed_experts
         self._reply = Reply(call, self._conversation, asked, found, self._reply)
         return self._reply
@@ -207,6 +205,18 @@ class Session:
             where = f"{self._prompt.where}: an environment"
             raise RelaxError(f"{where} says stop = {stop!r}; give a list of texts, none empty")
         return self._conversation.stop(stop)
+
+    async def _sample(self, call: Call, how: How) -> Generation:
+        seed = seed_of_call(self._seed, self._num_calls - 1)
+        try:
+            done = await self._sampler.sample(
+                call.given, call.draft, how, seed=seed, homes=self._homes
+            )
+        except Exception as error:
+            self.failure = error
+            raise
+        self.failure = None
+        return done
 
     async def _given(self, asked: list[Message]) -> Given:
         """The tokens of a conversation that the policy is to go on with."""

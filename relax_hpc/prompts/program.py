@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from relax_hpc import user_files
-from relax_hpc.errors import ConfigError, shown, type_and_line
+from relax_hpc.errors import ConfigError, shown
 from relax_hpc.prompts.order import Blocks
 from relax_hpc.prompts.rows import Row
 
@@ -30,7 +30,7 @@ class ProgramRows:
             self._count = len(self._rows)
         except Exception as error:
             raise ConfigError(
-                f"{place}: cannot be made: {type_and_line(error)}; correct it"
+                f"{place}: cannot be made: {user_files.raised(error)}; correct it"
             ) from error
 
     @property
@@ -46,7 +46,7 @@ class ProgramRows:
             fields = self._rows[index]
         except Exception as error:
             raise ConfigError(
-                f"{where}: cannot be made: {type_and_line(error)}; correct it"
+                f"{where}: cannot be made: {user_files.raised(error)}; correct it"
             ) from error
         if not isinstance(fields, dict):
             raise ConfigError(f"{where}: is {shown(fields)}; return a dict, as a line of JSON")

@@ -207,6 +207,11 @@ def words_of(error: Exception, deadline_s: float) -> str:
     """Says why a reward failed: what it raised, and the line of the user's program."""
     if isinstance(error, TimeoutError) and not str(error):
         return f"took longer than {deadline_s:g} s"
+    return raised(error)
+
+
+def raised(error: Exception) -> str:
+    """Says what a program of the user's raised, and in which line of it."""
     return type_and_line(error)[:_MESSAGE_CHARACTERS] + _line_of(error)
 
 

@@ -185,7 +185,8 @@ async def sampling(
         def episodes(max_tokens: int, *, heldout: bool) -> Episodes:
             return Episodes(
                 config, environment, sampler, conversation, partial(scorer.score, heldout=heldout),
-                max_tokens=max_tokens, workers=workers, media_tokens=media,
+                max_tokens=max_tokens, noted=partial(scorer.noted, heldout=heldout),
+                workers=workers, media_tokens=media,
             )  # fmt: skip
 
         yield sampler, episodes

@@ -21,12 +21,12 @@ from relax_hpc.environments.base import Environment, Outcome
 from relax_hpc.environments.record import Call, Record, sequences
 from relax_hpc.environments.session import Sampler, Session
 from relax_hpc.environments.turn_media import TurnMedia
-from relax_hpc.errors import EngineError, RelaxError
+from relax_hpc.errors import EngineError, RelaxError, shown
 from relax_hpc.media.workers import MediaWorkers
 from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.media_tokens import MediaTokens
 from relax_hpc.prompts.source import Prompt, PromptSource
-from relax_hpc.rewards.contract import Sample, Score
+from relax_hpc.rewards.contract import Sample, Score, as_score, failed, raised
 from relax_hpc.rewards.limit import ErrorLimit
 from relax_hpc.roles.rollout.side_by_side import side_by_side
 from relax_hpc.sampling.how import How
@@ -38,6 +38,10 @@ _ENDED = tuple(reason.name.lower() for reason in FinishReason)
 
 ScoreGroup = Callable[[Sequence[Sample]], Awaitable[Sequence[Score]]]
 """The job's reward, of all responses to a prompt."""
+
+
+Noted = Callable[[Sequence[Score]], Sequence[Score]]
+"""Counts scores that environments gave; says what those that failed are worth."""
 
 
 IsRetired = Callable[[int, int], Awaitable[bool]]
@@ -66,6 +70,7 @@ class Episodes:
         score: ScoreGroup,
         *,
         max_tokens: int,
+        noted: Noted = list,
         workers: MediaWorkers | None = None,
         media_tokens: MediaTokens | None = None,
     ) -> None:
@@ -78,12 +83,13 @@ class Episodes:
             conversation: how messages become tokens.
             score: the job's reward.
             max_tokens: as long as a conversation may become.
+            noted: is told of scores that are not the job's reward's.
             workers: decode media; None of a model that reads text only.
             media_tokens: how media of environments become tokens; None of such a model.
         """
         self._config, self._environment, self._sampler = config, environment, sampler
         self._conversation, self._score, self._max_tokens = conversation, score, max_tokens
-        self._workers, self._media_tokens = workers, media_tokens
+        self._noted, self._workers, self._media_tokens = noted, workers, media_tokens
 
     def how(self, temperature: float, min_version: int = 0) -> How:
         """The run's settings; `min_version` is the oldest policy that may sample a token."""
@@ -111,6 +117,8 @@ class Episodes:
     ) -> list[Episode]:
         """Runs one episode for each record, all at once, and scores them together.
 
+        One in which the environment fails has no score but its reason.
+
         Args:
             prompt: of all of them.
             records: get the calls; those that hold some are gone on with.
@@ -132,15 +140,21 @@ class Episodes:
                 ]
         if any(task.cancelled() for task in tasks):  # else it would pass for an end of the run
             raise RelaxError(f"{prompt.where}: an episode of the environment cancelled itself")
-        outcomes = [task.result() for task in tasks]
+        played = [task.result() for task in tasks]
         metrics = {"media/prepare_s": prepare_s} if prompt.measured else {}
-        return await self._scored(prompt, records, outcomes, metrics)
+        return await self._scored(prompt, records, played, metrics)
 
-    async def _played(self, prompt: Prompt, group: Hashable, session: Session) -> Outcome:
+    async def _played(self, prompt: Prompt, group: Hashable, session: Session) -> "_Played":
         try:
-            return await self._environment.rollout(prompt, session)
-        except EngineError as error:
-            raise type(error)(f"{prompt.where}, group {_name_of(group)}: {error}") from error
+            return _played(await self._environment.rollout(prompt, session))
+        except Exception as error:
+            failure = session.failure or error  # of engines, whatever became of it on the way
+            if isinstance(failure, EngineError):
+                where = f"{prompt.where}, group {_name_of(group)}"
+                raise type(failure)(f"{where}: {failure}") from error
+            if session.failure or isinstance(error, RelaxError):
+                raise failure  # noqa: B904 -- its own cause stays
+            return _Played(failed(f"environment: {raised(error)}"))
         except SystemExit as error:  # which would end the task as if the run were over
             where = f"{prompt.where}: an episode of the environment"
             raise RelaxError(f"{where} called sys.exit({error.code!r})") from error
@@ -180,23 +194,20 @@ class Episodes:
         self,
         prompt: Prompt,
         records: Sequence[Record],
-        outcomes: Sequence[Outcome],
+        played: Sequence["_Played"],
         metrics: Mapping[str, float],
     ) -> list[Episode]:
         """The rewards of environments; of the others the job's, for what was said last. All have
         these metrics."""
-        left = [n for n, outcome in enumerate(outcomes) if not outcome.rewards]
-        scores: dict[int, Score] = {}
+        known = {n: each.score for n, each in enumerate(played) if each.score}
+        left = [n for n in range(len(played)) if n not in known]
+        scores = dict(zip(known, self._noted([*known.values()]), strict=True))
         if left:
             given = await self._score([self._sample(prompt, records[n]) for n in left])
-            scores = dict(zip(left, map(self._named, given), strict=True))
+            scores |= dict(zip(left, map(self._named, given), strict=True))
         return [
-            Episode(
-                record,
-                scores.get(n) or Score(sum(outcome.rewards.values()), outcome.rewards),
-                {**_numbers(prompt, outcome.metrics), **metrics},
-            )
-            for n, (record, outcome) in enumerate(zip(records, outcomes, strict=True))
+            Episode(record, scores[n], {**each.metrics, **metrics})
+            for n, (record, each) in enumerate(zip(records, played, strict=True))
         ]
 
     def _named(self, score: Score) -> Score:
@@ -221,6 +232,38 @@ class Episodes:
             len(last.draft.token_ids),
             prompt.source,
         )
+
+
+class _Played(NamedTuple):
+    """What came of an episode, looked through."""
+
+    score: Score | None
+    """None where the job's reward decides."""
+    metrics: Mapping[str, float] = {}
+
+
+def _played(given: object) -> _Played:
+    """Looks through what an environment returned, which is somebody else's.
+
+    Raises:
+        TypeError: it is no outcome, or something in it is no number.
+        ValueError: there are too many rewards, or one has a name that is none.
+    """
+    if not isinstance(given, Outcome):
+        kind = f"{Outcome.__module__}.{Outcome.__name__}"
+        raise TypeError(f"rollout returned no {kind}, but {shown(given)}")
+    if not all(isinstance(each, Mapping) for each in given):
+        raise TypeError(f"rewards and metrics are numbers by name, not {shown(given)}")
+    rewards, metrics = ({k: _number(k, v) for k, v in each.items()} for each in given)
+    total = sum(value for name, value in rewards.items() if "/" not in name)
+    return _Played(as_score(Score(total, rewards)) if rewards else None, metrics)
+
+
+def _number(name: str, given: object) -> float:
+    try:
+        return as_score(given).value
+    except (TypeError, ValueError):
+        raise TypeError(f"rollout returned {name} = {shown(given)}, no finite number") from None
 
 
 class Grouper:
@@ -307,16 +350,6 @@ def rows_of(
 def _name_of(group: Hashable) -> str:
     """The guid of a group of training; of an evaluation its set, and the number of the prompt."""
     return "/".join(map(str, group)) if isinstance(group, tuple) else str(group)
-
-
-def _numbers(prompt: Prompt, metrics: Mapping[str, float]) -> Mapping[str, float]:
-    """Metrics of an environment, which are somebody else's."""
-    try:
-        return {name: float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError) as error:
-        raise RelaxError(
-            f"{prompt.where}: metrics of an episode are numbers by name, got {metrics!r}"
-        ) from error
 
 
 def seed_of(run_seed: int, guid: int | str, sibling: int) -> int:

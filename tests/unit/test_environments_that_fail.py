@@ -1,0 +1,179 @@
+"""What an environment raises, or returns amiss, is an error of that sample; what engines raise
+is none of it."""
+
+import asyncio
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+from episode_fakes import Numbers, Prompts, answer, episodes
+from roles.role_fakes import config
+
+from relax_hpc.environments import registry
+from relax_hpc.environments.base import Outcome
+from relax_hpc.environments.record import Record
+from relax_hpc.errors import ConfigError, EngineLostError, RewardError
+from relax_hpc.prompts.source import Prompt
+from relax_hpc.rewards.contract import Score
+from relax_hpc.roles.rollout.episodes import Episodes, Grouper
+
+PROMPT = Prompt(0, [1], "7", [{"role": "user", "content": "1"}], where="p.jsonl:7")
+
+
+class Engine:
+    """Says 5 and the end; fails where it is told to."""
+
+    def __init__(self, error=None):
+        self.error = error
+
+    async def sample(self, given, draft, how, *, seed, homes):
+        if self.error:
+            raise self.error
+        return answer(draft, [5], [-1.0], [(0, 0)])
+
+
+def played(rollout, *, engine=None, count=2, score=0.25, noted=list):
+    """Episodes of a prompt: `rollout` is given the number of the episode, too."""
+    seeds = list(range(count))
+
+    async def run(prompt, session):
+        return await rollout(session, session.seed)
+
+    async def scores(group):
+        return [Score(score) for _ in group]
+
+    environment = SimpleNamespace(rollout=run)
+    made = Episodes(
+        config(), environment, engine or Engine(), Numbers(), scores, max_tokens=99, noted=noted
+    )
+    records = [Record() for _ in seeds]
+    return asyncio.run(made.run(PROMPT, records, made.how(1.0), 3, seeds))
+
+
+def test_an_episode_that_raises_has_its_reason_and_line_and_its_siblings_their_rewards():
+    async def rollout(session, number):
+        if number == 0:
+            raise ValueError("the world fell over")
+        return Outcome({"right": 1.0}, {"turns": 2}) if number == 1 else Outcome()
+
+    failed, right, scored = played(rollout, count=3)
+    place = r"\(test_environments_that_fail\.py:\d+\)"
+    assert re.fullmatch(
+        rf"environment: ValueError: the world fell over {place}", failed.score.error
+    )
+    assert failed.metrics == {}
+    assert (right.score, right.metrics) == (Score(1.0, {"right": 1.0}), {"turns": 2.0})
+    assert (scored.score.value, scored.score.error) == (0.25, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (None, "rollout returned no relax_hpc.environments.base.Outcome, but None"),
+        (1.0, "rollout returned no relax_hpc.environments.base.Outcome, but 1.0"),
+        (Outcome(0.5), "rewards and metrics are numbers by name, not Outcome(rewards=0.5"),
+        (Outcome({"right": float("nan")}), "rollout returned right = nan, no finite number"),
+        (Outcome({"right": "yes"}), "rollout returned right = 'yes', no finite number"),
+        (Outcome({"right": 1.0}, {"found": "yes"}), "rollout returned found = 'yes', no finite"),
+        (Outcome({"right": None}), "rollout returned right = None, no finite number"),
+    ],
+)
+def test_what_is_no_outcome_is_an_error_of_the_sample(given, said):
+    async def rollout(session, number):
+        return given
+
+    [made] = played(rollout, count=1)
+    assert made.score.error.startswith("environment: TypeError: " + said)
+
+
+def test_a_reward_with_a_slash_in_its_name_is_shown_and_not_added():
+    async def rollout(session, number):
+        return Outcome({"right": 1.0, "turns": -0.25, "seen/characters": 812})
+
+    [made] = played(rollout, count=1)
+    assert made.score == Score(0.75, {"right": 1.0, "turns": -0.25, "seen/characters": 812.0})
+
+
+def test_scores_of_environments_are_counted_and_failed_ones_have_the_rewards_least():
+    counted = []
+
+    def noted(scores):
+        counted.extend(scores)
+        return [each if each.error is None else Score(-1.0, error=each.error) for each in scores]
+
+    async def rollout(session, number):
+        return Outcome({"right": 1.0}) if number else 1 / 0
+
+    made = played(rollout, noted=noted)
+    assert [each.error is None for each in counted] == [False, True]
+    assert [each.score.value for each in made] == [-1.0, 1.0]
+
+
+def test_a_deadline_of_the_environments_own_is_an_error_of_the_sample():
+    class Slow(Engine):
+        async def sample(self, given, draft, how, *, seed, homes):
+            await asyncio.sleep(60)
+
+    async def rollout(session, number):
+        async with asyncio.timeout(0.01):
+            await session.chat()
+
+    [made] = played(rollout, engine=Slow(), count=1)
+    assert made.score.error.startswith("environment: TimeoutError")
+
+
+def test_what_engines_raise_is_raised_whatever_the_environment_makes_of_it():
+    async def rollout(session, number):
+        try:
+            await session.chat()
+        except Exception as error:
+            raise ValueError("no answer") from error
+
+    with pytest.raises(EngineLostError, match=r"^p\.jsonl:7, group 3: http://x: gone$"):
+        played(rollout, engine=Engine(EngineLostError("http://x: gone")))
+    with pytest.raises(KeyError, match="ours"):
+        played(rollout, engine=Engine(KeyError("ours")))
+
+
+def test_an_environment_that_got_an_answer_after_all_fails_by_itself():
+    engine = Engine(EngineLostError("http://x: gone"))
+
+    async def rollout(session, number):
+        try:
+            await session.chat()
+        except EngineLostError:
+            engine.error = None
+        await session.chat()
+        raise ValueError("later")
+
+    [made] = played(rollout, engine=engine, count=1)
+    assert "ValueError: later" in made.score.error
+
+
+def test_an_environment_that_fails_too_often_ends_the_run_with_its_reason():
+    async def rollout(prompt, session):
+        raise ValueError("the world fell over")
+
+    settings = config(reward__most_errors=0.01, rollout__samples_per_prompt=200)
+    made = episodes(settings, Engine(), None, SimpleNamespace(rollout=rollout), Numbers())
+    group = Grouper(settings, Prompts({5: PROMPT}), made)
+    with pytest.raises(RewardError, match="200 x environment: ValueError: the world fell over"):
+        asyncio.run(group(5, 0))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def rollout(self, prompt, session): ...", "rollout is awaited; write `async def"),
+        ("async def rollout(self, prompt): ...", "called with a prompt and a session: too many"),
+        ("async def rollout(self, p, s, tools): ...", "missing a required argument: 'tools'"),
+        ("import os; os.environ['NO_SUCH_KEY']", r"KeyError: 'NO_SUCH_KEY' (mine.py:2)"),
+        ("import sys; sys.exit(3)", "ImportError: it called sys.exit(3)"),
+    ],
+)
+def test_an_environment_that_cannot_be_played_is_refused(tmp_path, monkeypatch, text, said):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "mine.py").write_text(f"class Mine:\n    {text}\n")
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        registry.make(f"{tmp_path}/mine.py:Mine")
