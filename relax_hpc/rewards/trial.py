@@ -6,9 +6,10 @@ from collections.abc import Collection, Sequence
 from relax_hpc.config.reward import RewardConfig
 from relax_hpc.errors import ConfigError, shown
 from relax_hpc.rewards import registry
-from relax_hpc.rewards.contract import Sample, check_settings
+from relax_hpc.rewards.contract import Sample, Score, check_settings, failed
 from relax_hpc.rewards.process import Worker, WorkerLostError
 from relax_hpc.rewards.registry import Term
+from relax_hpc.rewards.reward import Deadline, Weighted
 from relax_hpc.rewards.scorer import limits_of
 
 
@@ -18,9 +19,10 @@ def check(
     pools: Collection[str] = (),
     of_others: Sequence[Sample] = (),
 ) -> None:
-    """Calls a plugin once, in a process as it will have; what is built in only checks its settings.
+    """Calls a plugin once, in a process as it will have; what is built in here, once its settings
+    are looked through.
 
-    One that asks engines is not called either, since there are none yet.
+    One that asks engines is not called, since there are none yet, nor is a service.
 
     Args:
         config: of the reward.
@@ -35,7 +37,9 @@ def check(
     terms = registry.terms_of(config)
     for term in terms:
         if not registry.is_plugin(term.name):
-            _check_built_in(term)
+            _check_built_in(term, config.deadline_s)
+            for each in (sample, *of_others):
+                _try_built_in(term, each, config.deadline_s)
     if any(registry.is_plugin(term.name) for term in terms):
         try:
             asyncio.run(_try(terms, config, [sample, *of_others], pools))
@@ -43,15 +47,39 @@ def check(
             raise ConfigError(f"{error}; correct it") from None
 
 
-def _check_built_in(term: Term) -> None:
+def _check_built_in(term: Term, deadline_s: float) -> None:
     built_in = registry.REWARDS[term.name]
     module = built_in.imported()
     check_settings(f"{term.key}.args", module.score, term.args)
+    budget_s = built_in.settings(term.args).get("budget_s", 0.0)
+    if budget_s >= deadline_s:
+        raise ConfigError(
+            f"{term.key}.args.budget_s = {budget_s:g}: does not end before reward.deadline_s = "
+            f"{deadline_s:g}, which ends the process; lower it, or raise reward.deadline_s"
+        )
     if look := getattr(module, "check", None):
         try:
             look(**built_in.settings(term.args))
         except ConfigError as error:
             raise ConfigError(f"{term.key}.name = {term.name!r}: {error}") from None
+
+
+def _try_built_in(term: Term, sample: Sample, deadline_s: float) -> None:
+    tried = Weighted(term.function())
+    if tried.kind.is_async or not term.is_for(sample.source):
+        return
+
+    async def scores() -> list[Score]:
+        return await tried.scores([sample], Deadline(deadline_s))
+
+    _refuse(f"{term.key}.name = {term.name!r}", sample, asyncio.run(scores()))
+
+
+def _refuse(key: str, sample: Sample, scores: Sequence[Score]) -> None:
+    for score in scores:
+        if score.error is not None:
+            said = f"scoring the response {shown(sample.response)} to a prompt of yours"
+            raise ConfigError(f"{key}: {said}, {score.error}")
 
 
 async def _try(
@@ -65,17 +93,14 @@ async def _try(
             return
         for sample in samples:
             group = [sample, sample] if worker.kind.sees_group else [sample]
-            reasons = [score.error for score in await worker.ask(group)]
-            if any(reasons):
+            scores = await worker.ask(group)
+            if any(score.error is not None for score in scores):
                 break
     except WorkerLostError as error:
-        reasons = [str(error)]
+        scores = [failed(str(error))]
     finally:
         await worker.end()
-    for reason in reasons:
-        if reason is not None:
-            said = f"scoring the response {shown(sample.response)} to a prompt of yours"
-            raise ConfigError(f"{key}: {said}, {reason}")
+    _refuse(key, sample, scores)
 
 
 def _check_pools(key: str, asked: Collection[str], pools: Collection[str]) -> None:

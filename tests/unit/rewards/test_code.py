@@ -174,3 +174,22 @@ def test_a_node_without_a_sandbox_is_an_error_and_no_zero(monkeypatch):
         scored("print(1)", THIRDS, sandbox="bubblewrap")
     with pytest.raises(ConfigError, match="there is no program bwrap"):
         code.check(sandbox="bubblewrap", deadline_s=4.0)
+
+
+def test_check_refuses_tests_that_are_not_where_the_job_says():
+    here, there = {"tests": THIRDS}, {"args": {"sandbox": "limits"}}
+    trial.check(RewardConfig(name="code", **there), Sample("", metadata=here))
+    elsewhere = RewardConfig(name="code", args={"sandbox": "limits", "tests": "tsts"})
+    said = r"reward\.name = 'code': .*neither 'tsts' nor an answer, but tests; name the key"
+    with pytest.raises(ConfigError, match=said):
+        trial.check(elsewhere, Sample("", metadata=here))
+    with pytest.raises(ConfigError, match="to a prompt of yours, ValueError: .*write {"):
+        trial.check(RewardConfig(name="code", **there), Sample("", metadata={"tests": {"a": 1}}))
+
+
+def test_check_refuses_a_budget_that_the_deadline_of_the_reward_ends():
+    args = {"sandbox": "limits", "budget_s": 10.0}
+    sample = Sample("", metadata={"tests": THIRDS})
+    with pytest.raises(ConfigError, match=r"reward\.args\.budget_s = 10: does not end before"):
+        trial.check(RewardConfig(name="code", args=args), sample)
+    trial.check(RewardConfig(name="code", args=args, deadline_s=10.5), sample)
