@@ -1,13 +1,23 @@
 """Temporary folders of this node. One that a killed process left is removed by the next that makes
 one for the same purpose: its name says whose it was."""
 
+import logging
 import os
 import shutil
 import socket
+import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+"""Variable that names the folder in which torch's compiler keeps what it made."""
+_TORCHS_OWN = "torchinductor_"
+"""How torch's default begins, which its children hear of, too, e.g. a job that is submitted."""
+_WRITE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 @contextmanager
@@ -27,6 +37,45 @@ def scratch_folder(purpose: str, parent: Path | None = None) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def compiled_folder(environment: MutableMapping[str, str]) -> Iterator[None]:
+    """Within it torch's compiler runs nothing that somebody else may have put there.
+
+    By default it keeps programs and pickles in a temporary folder of a name that everybody can
+    tell, and runs what it finds there, whoever made it. Here it is our own one, which stays for the
+    next task; where another has taken its name, one for the length of the block.
+
+    Args:
+        environment: of this process and those that it starts. A folder that it names stays, unless
+            torch has named it. Must be called before torch's compiler is imported.
+    """
+    said = environment.get(COMPILED, "")
+    if said and not Path(said).name.startswith(_TORCHS_OWN):
+        yield
+        return
+    folder = Path(tempfile.gettempdir()) / f"relax-compiled-{os.geteuid()}"
+    if _make_ours(folder):
+        environment[COMPILED] = str(folder)
+        yield
+        return
+    log.warning("%s: is not this user's alone, so torch compiles again in another folder", folder)
+    with scratch_folder("compiled") as instead:
+        environment[COMPILED] = str(instead)
+        yield
+
+
+def _make_ours(folder: Path) -> bool:
+    """Makes a folder unless there is one, and tells whether only this user can write in it."""
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    return (
+        stat.S_ISDIR(found.st_mode)
+        and found.st_uid == os.geteuid()
+        and not found.st_mode & _WRITE_BY_OTHERS
+    )
 
 
 def _remove_leftovers(parent: Path, here: str) -> None:

@@ -19,6 +19,7 @@ from relax_hpc.errors import LaunchError, RelaxError
 from relax_hpc.launch import requeue
 from relax_hpc.paths import ComponentPaths, RunPaths
 from relax_hpc.roles.context import TaskContext
+from relax_hpc.scratch import compiled_folder
 from relax_hpc.storage import patiently
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ def main(run: TaskMain | None = None) -> None:
     if asks:
         context = replace(context, end=requeue.JobEnd(job_id, args.run_dir))
     try:
-        (run or _role)(args.run_dir, context, args.bootstrap)
+        with compiled_folder(os.environ):
+            (run or _role)(args.run_dir, context, args.bootstrap)
     except RelaxError as error:
         if error.is_final:
             patiently(mine, left.final(context.rank).touch)

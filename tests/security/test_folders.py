@@ -4,17 +4,18 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
-from adversary import bomb
+from adversary import as_nobody, bomb, needs_another_user
 
 from relax_hpc import permissions
 from relax_hpc.errors import LaunchError
 from relax_hpc.launch.entry import check_own
 from relax_hpc.paths import RunPaths
 from relax_hpc.run_secret import RunSecret
-from relax_hpc.scratch import scratch_folder
+from relax_hpc.scratch import COMPILED, compiled_folder, scratch_folder
 
 
 @pytest.fixture
@@ -145,3 +146,76 @@ def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(tmp_pat
     finally:
         living.kill()
         living.wait()
+
+
+def where_compiled(temporary, monkeypatch, said=None):
+    """Where torch's compiler keeps what it made, and that folder's mode, within a task."""
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    environment = {} if said is None else {COMPILED: said}
+    with compiled_folder(environment):
+        found = Path(environment[COMPILED])
+        return found, stat.S_IMODE(found.stat().st_mode) if found.exists() else None
+
+
+def test_what_torch_compiled_lies_in_a_folder_of_ours_that_stays(tmp_path, monkeypatch):
+    with permissions.masked(0):
+        first, mode = where_compiled(tmp_path, monkeypatch)
+    assert first.parent == tmp_path and mode == 0o700
+    (first / "kernel").touch()
+    assert where_compiled(tmp_path, monkeypatch) == (first, 0o700)
+    assert (first / "kernel").exists()
+    assert where_compiled(tmp_path, monkeypatch, "/mine") == (Path("/mine"), None)
+
+
+@pytest.mark.parametrize("planted", ["open to others", "open to the group", "a link", "a file"])
+def test_a_planted_folder_of_compiled_programs_is_not_used(tmp_path, monkeypatch, caplog, planted):
+    folder, _ = where_compiled(tmp_path, monkeypatch)
+    if planted.startswith("open"):
+        folder.chmod(0o777 if planted == "open to others" else 0o770)
+    else:
+        folder.rmdir()
+        if planted == "a link":
+            (tmp_path / "elsewhere").mkdir(mode=0o700)
+            folder.symlink_to(tmp_path / "elsewhere")
+        else:
+            folder.touch()
+    used, mode = where_compiled(tmp_path, monkeypatch)
+    assert used != folder and used.parent == tmp_path and mode == 0o700
+    assert not used.exists(), "it goes with the task"
+    assert f"{folder}: is not this user's alone" in caplog.text
+
+
+def test_a_folder_that_another_user_made_first_is_not_used(tmp_path, monkeypatch):
+    needs_another_user()
+    with tempfile.TemporaryDirectory(prefix="relax-test-") as name:  # others may pass there
+        Path(name).chmod(0o1777)
+        folder = Path(name) / f"relax-compiled-{os.geteuid()}"
+        as_nobody(f"umask 077; mkdir {folder}")
+        used, mode = where_compiled(Path(name), monkeypatch)
+        assert used != folder and mode == 0o700
+
+
+def test_a_task_has_torch_keep_what_it_compiles_in_a_folder_of_its_own(tmp_path):
+    """Asks torch itself, with the umask of a careless colleague."""
+    run = tmp_path / "run"
+    with permissions.masked(0o077):
+        RunPaths(run).component("actor").mkdir(parents=True)
+    task = (
+        "from relax_hpc.launch import entry\n"
+        "def role(*_):\n"
+        "    from torch._inductor.runtime.cache_dir_utils import cache_dir\n"
+        "    print(cache_dir())\n"
+        "entry.main(role)\n"
+    )
+    local = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "job",
+             "SUBMITIT_LOCAL_NTASKS": "1", "SUBMITIT_LOCAL_GLOBALID": "0"}  # fmt: skip
+    inherited = os.environ | {COMPILED: str(tmp_path / "torchinductor_me")}  # said by torch itself
+    answer = subprocess.run(
+        ["sh", "-c", 'umask 000; exec "$@"', "sh", sys.executable, "-c", task, run, "actor",
+         "--start", "1"],
+        env=inherited | local | {"TMPDIR": str(tmp_path)},
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    folder = Path(answer.stdout.strip())
+    assert folder == tmp_path / f"relax-compiled-{os.geteuid()}"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
