@@ -93,14 +93,15 @@ class CreditTail:
 
     Args:
         paths: of the bus.
+        num_steps: of the run. The end after fewer is that of a run that has been given more since.
         every_s: seconds between looks; all producers of a run read this one file.
     """
 
-    def __init__(self, paths: BusPaths, *, every_s: float = 0.0) -> None:
+    def __init__(self, paths: BusPaths, *, num_steps: int = 0, every_s: float = 0.0) -> None:
         self._every_s, self._next_look = every_s, 0.0
         self._file = GrowingFile(paths.credits)
         self._end = 0
-        self._newest = _Newest()
+        self._newest = _Newest(num_steps)
 
     def latest(self) -> Credit | None:
         """The newest credit as of the last look; None before the first trainer has started."""
@@ -124,9 +125,9 @@ class CreditTail:
 class _Newest:
     """The last credit of the highest plan fence: a fenced trainer grants nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_steps: int = 0) -> None:
         self.credit: Credit | None = None
-        self.plan_fence = 0
+        self.plan_fence, self._num_steps = 0, num_steps
 
     def add(self, records: list[Record]) -> None:
         for record in records:
@@ -135,4 +136,6 @@ class _Newest:
                 values = {key: value for key, value in record.items() if key != "plan_fence"}
                 owed = tuple(Owed(*entry) for entry in values.pop("owed", ()))
                 ends = tuple(values.pop("batch_ends", ()))
-                self.credit = Credit(**values, owed=owed, batch_ends=ends)
+                credit = Credit(**values, owed=owed, batch_ends=ends)
+                is_end = credit.finished and credit.step >= self._num_steps
+                self.credit = credit._replace(finished=is_end)

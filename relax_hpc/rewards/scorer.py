@@ -96,14 +96,14 @@ class Scorer:
         if not group:
             return []
         scores = await asyncio.shield(self._in_background(self._score(group)))
-        return self.noted(scores, heldout=heldout)
+        return self.noted(scores, group[0].source, heldout=heldout)
 
-    def noted(self, scores: Sequence[Score], *, heldout: bool = False) -> list[Score]:
-        """Counts scores, also those that an environment gave; of those that failed the value is
-        what the reward says."""
+    def noted(self, scores: Sequence[Score], source: str, *, heldout: bool = False) -> list[Score]:
+        """Counts scores of a prompt of `source`, also those that an environment gave; of those that
+        failed the value is what the reward says."""
         self._reports[heldout].add(scores)
         # Here, since who ended a process does not say which of its terms did so.
-        terms = [term for term in self._terms if term.is_for(group[0].source)]
+        terms = [term for term in self._terms if term.is_for(source)]
         value = sum(term.if_failed for term in terms)
         return [each if each.error is None else replace(each, value=value) for each in scores]
 

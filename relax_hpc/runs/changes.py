@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from relax_hpc.config.run import JobConfig
+from relax_hpc.engines.megatron.optimizer.learning_rate import learning_rate
 from relax_hpc.errors import CheckpointError, ConfigError, shown
 from relax_hpc.job_file import with_overrides
 from relax_hpc.launch.placement import place
@@ -76,7 +77,29 @@ def _allowed(config: JobConfig, key: str, before: Any, after: Any) -> str:  # no
         raise ConfigError(
             f"--set {key}={shown(after)}: is less than {shown(before)}; to end earlier, cancel it"
         )
-    return f"{said}; a learning rate that falls does so over all of them from here on"
+    return said + _of_rate(config, before, after)
+
+
+def _of_rate(config: JobConfig, before: int, after: int) -> str:
+    """Says what more steps make of a learning rate that falls; nothing of one that does not."""
+    optimizer, done = config.actor.optimizer, _steps_saved(config)
+    if optimizer.final_lr_fraction == 1:
+        return ""
+    now = learning_rate(optimizer, done + 1, after)
+    if done < before:
+        was = f"{learning_rate(optimizer, done + 1, before):.3g} over {before}"
+        return f"; the learning rate falls over all of them: {now:.3g} at step {done + 1}, {was}"
+    was = f"after {learning_rate(optimizer, done, before):.3g} at step {done}"
+    return f"; the learning rate falls over all of them: {now:.3g} at step {done + 1}, {was}"
+
+
+def _steps_saved(config: JobConfig) -> int:
+    from relax_hpc.checkpoints import store  # seconds, for torch
+
+    try:
+        return store.step_of(store.find(RunPaths(config.run_dir).checkpoints, None)) or 0
+    except CheckpointError:
+        return 0
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

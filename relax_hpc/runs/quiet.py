@@ -77,17 +77,18 @@ def _heldout(
 ) -> Iterator[str]:
     """Counts the prompts of evaluations that training waits for, or that wait for its end."""
     done = run.progress["steps_done"]
-    when = {0: "before", config.num_steps: "after"}.get(done)
-    if when is None:
+    when, number = {0: ("before", 0), config.num_steps: ("after", done)}.get(done, ("", 0))
+    if not when:
         return
     for name, held in config.eval.items():
         shares = {
             event["rank"]: event["num_samples"] + event.get("num_masked", 0)
             for event in events
-            if event["event"] == "eval" and (event["name"], event["when"]) == (name, when)
+            if event["event"] == "eval"
+            and (event["name"], event["when"], event["number"]) == (name, when, number)
         }
         tasks = range(config.rollout_pool.num_hosts)
-        begun = [_lines(paths.eval_part(name, when, 0, task)) for task in tasks]
+        begun = [_lines(paths.eval_part(name, when, number, task)) for task in tasks]
         if any(lines is not None for lines in begun):
             count = sum(shares.values()) // held.samples_per_prompt + sum(n or 0 for n in begun)
             yield f"held-out {when}: {count} of up to {held.num_prompts} prompts ({name})"

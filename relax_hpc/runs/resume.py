@@ -1,4 +1,4 @@
-"""Starts a run again that ended before its last step."""
+"""Starts a run again that ended, before its last step or with more steps than it had."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from relax_hpc import permissions
 from relax_hpc.config.run import JobConfig
+from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError, LaunchError, RelaxError
 from relax_hpc.job_file import read_resolved
 from relax_hpc.launch import partitions, preflight, record, submit
@@ -28,7 +29,7 @@ def resume(
     ended: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> submit.Submission:
-    """Starts a run again that ended before its last step: cancelled, out of time, or given up.
+    """Starts a run again that ended: cancelled, out of time, given up, or to be given more steps.
 
     It goes on from its newest checkpoint and from what stands on its bus, with the job it was
     submitted with, or one changed where that does not change what is trained.
@@ -41,8 +42,8 @@ def resume(
         say: is told what is changed, and which programs the run keeps though theirs have changed.
 
     Raises:
-        ConfigError: not a run directory, complete, or it may still be running; or an override
-            that would change what is trained.
+        ConfigError: not a run directory, complete and given no more steps, or it may still be
+            running; or an override that would change what is trained.
         LaunchError: Slurm refused it.
     """
 
@@ -52,7 +53,10 @@ def resume(
     was = read_resolved(paths.config)
     config, changes = changed(was, overrides) if overrides else (was, [])
     newest = record.read(paths.root)
-    _check_ended(run_dir, was, status.launches(newest), ended=ended)
+    _check_ended(
+        run_dir, was, status.launches(newest), ended=ended,
+        is_lengthened=config.num_steps > was.num_steps,
+    )  # fmt: skip
     mode, components = submit.mode_of(local=local), place(config)
     if changes:
         for part in sides(config, components):
@@ -90,15 +94,24 @@ def resume(
 
 
 def _check_ended(
-    run_dir: Path, config: JobConfig, found: Sequence[status.Launch], *, ended: bool
+    run_dir: Path,
+    config: JobConfig,
+    found: Sequence[status.Launch],
+    *,
+    ended: bool,
+    is_lengthened: bool,
 ) -> None:
     if alive := status.alive(run_dir, found, sure=ended):
         raise ConfigError(
             f"{run_dir}: is {alive.state.lower()} as job {alive.record.leader}; "
             f"cancel it first: relax-hpc cancel {run_dir}"
         )
-    if any(each.state == "COMPLETED" for each in found):
-        raise ConfigError(f"{run_dir}: is complete; {another_run(config)}")
+    if found[0].state == "COMPLETED" and not is_lengthened:
+        steps = "sft.num_steps" if isinstance(config, SftRunConfig) else "schedule.num_steps"
+        raise ConfigError(
+            f"{run_dir}: is complete, {config.num_steps} steps; to go on add e.g. --set "
+            f"{steps}={2 * config.num_steps}, or {another_run(config)}"
+        )
 
 
 def _compare_programs(folder: Path, say: Callable[[str], None]) -> None:

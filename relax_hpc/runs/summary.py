@@ -47,7 +47,7 @@ def summed_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> di
     seen = [int(e["staleness/max"]) for e in done if "staleness/max" in e]
     return {
         **progress,
-        **_heldout(events),
+        **_heldout(events, config.num_steps),
         "trajectories": {
             "committed": counts.committed,
             "trained": sum(e.get("num_trajectories", 0) for e in done),
@@ -182,11 +182,13 @@ def _of_sft(
     }
 
 
-def _heldout(events: Sequence[Event]) -> dict[str, Any]:
+def _heldout(events: Sequence[Event], num_steps: int) -> dict[str, Any]:
     """First score, that of the last policy, and the newest of those taken since the first."""
     points = history.heldout(events)
     before = [p.reward for p in points if p.when == "before"]
-    after = [p.reward for p in points if p.when == "after"]
+    # Of the run's last step: it may have had fewer steps before. Older versions wrote 0.
+    ends = [e for e in events if e["event"] == "eval" and e["number"] in (0, num_steps)]
+    after = [p.reward for p in history.heldout(ends) if p.when == "after"]
     since = [p for p in points if p.when != "before"]
     return {
         "heldout_before": before[0] if before else None,

@@ -445,6 +445,18 @@ def test_the_end_of_a_run_is_taken_back_by_the_next_trainer_before_it_reads_the_
     tail.close()
 
 
+def test_the_end_of_a_run_is_none_of_one_that_was_given_more_steps(tmp_path):
+    """Whoever starts before its trainer would end at once."""
+    paths = make_bus(tmp_path)
+    first = CreditWriter(paths, 1)
+    first.write(Credit(step=3, policy_version=3, retired_guid_below=8, finished=True))
+    first.close()
+    for num_steps in (0, 3, 4):
+        tail = CreditTail(paths, num_steps=num_steps)
+        assert tail.latest() == Credit(3, 3, 8, finished=num_steps <= 3)
+        tail.close()
+
+
 def test_credits_are_looked_for_no_more_often_than_asked(tmp_path, monkeypatch):
     paths = make_bus(tmp_path)
     now = 100.0

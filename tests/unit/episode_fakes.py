@@ -41,13 +41,14 @@ class Prompts:
 
 
 class Board:
-    """Keeps what evaluations leave; of those before it knows none, or the last one."""
+    """Keeps what evaluations leave; of those before it knows none, or those of the last
+    policy of so many steps."""
 
-    def __init__(self, *, is_over=False, size=1):
-        self.added, self.is_over, self.size = [], is_over, size
+    def __init__(self, *, over=(), size=1):
+        self.added, self.over, self.size = [], over, size
 
     def begun(self, name):
-        return Begun([Due(name, "after", 0)] * self.is_over, [])
+        return Begun([Due(name, "after", steps) for steps in self.over], [])
 
     def begin(self, due):
         return []
@@ -77,6 +78,6 @@ def run(config, task, prompts, heldout, sampler, score, producer, credits, event
     [name] = config.eval
     shares = {name: heldout[task.rank :: task.size]}
     group, evaluator = Grouper(config, Prompts(prompts), made), Evaluator(
-        config, shares, made, events, Board(is_over=not heldout)
+        config, shares, made, events, Board(over=() if heldout else (config.num_steps,))
     )  # fmt: skip
     return rollout.run(config, task, sampler, group, evaluator, producer, credits, events, end)

@@ -33,7 +33,7 @@ class Engine:
         return answer(draft, [5], [-1.0], [(0, 0)])
 
 
-def played(rollout, *, engine=None, count=2, score=0.25, noted=list):
+def played(rollout, *, engine=None, count=2, score=0.25, noted=lambda scores, _: scores):
     """Episodes of a prompt: `rollout` is given the number of the episode, too."""
     seeds = list(range(count))
 
@@ -98,7 +98,7 @@ def test_a_reward_with_a_slash_in_its_name_is_shown_and_not_added():
 def test_scores_of_environments_are_counted_and_failed_ones_have_the_rewards_least():
     counted = []
 
-    def noted(scores):
+    def noted(scores, _):
         counted.extend(scores)
         return [each if each.error is None else Score(-1.0, error=each.error) for each in scores]
 

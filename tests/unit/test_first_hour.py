@@ -424,8 +424,9 @@ def test_a_run_is_resumed_with_other_resources_and_more_steps_but_trains_the_sam
     weights = f"checkpoint: --set model.weights={paths.checkpoints}/step_00000030"
     assert str(cli("resume", "run", "--set", "seed=3", "--local").exception).endswith(weights)
     run.leaves(0)
-    assert str(cli("resume", "run", "--set", "schedule.num_steps=60").exception).endswith(weights)
-    run.leaves(1)
+    refused = str(cli("resume", "run", "--set", "actor.save_every=7").exception)
+    assert "is complete, 30 steps; to go on add e.g. --set schedule.num_steps=60, or" in refused
+    assert refused.endswith(weights)
 
     (run.folder / "sinfo").unlink()
     run.refuses("sbatch: error: Batch job submission failed: Invalid account\n")
@@ -442,7 +443,7 @@ def test_a_run_is_resumed_with_other_resources_and_more_steps_but_trains_the_sam
     assert now["actor"]["resources"]["time"] == "2-00:00:00"
     assert now["engines"]["rollout"]["resources"]["time"] == "2-00:00:00"
     assert json.loads(paths.config_before(2).read_text()) == before
-    assert "schedule.num_steps: 30 -> 60; a learning rate that falls" in answer.stderr
+    assert "schedule.num_steps: 30 -> 60\n" in answer.stderr
     assert "actor.save_every: 10 -> 7\n" in answer.stderr
     script = (run.run_dir / "submission" / "9_submission.sh").read_text()
     assert script.count("#SBATCH --time=2-00:00:00") == 2

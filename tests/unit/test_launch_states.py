@@ -19,6 +19,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 from relax_hpc.runs import status, verdict
 from relax_hpc.runs.cancel import cancel
+from relax_hpc.runs.changes import changed
 from relax_hpc.runs.resume import longest_save_s, resume
 
 
@@ -184,6 +185,41 @@ def test_who_dies_while_resuming_holds_up_only_who_is_not_sure(slurm):
         resume(slurm.run_dir)
     assert resume(slurm.run_dir, ended=True).job_id == "9"
     assert record.read(slurm.run_dir).number == 3
+
+
+def test_a_complete_run_goes_on_with_more_steps_and_after_that_like_any_other(slurm, monkeypatch):
+    for name in ("check_partitions", "check_limits", "partitions"):
+        monkeypatch.setattr(f"relax_hpc.launch.partitions.{name}", lambda *_: None)
+    slurm.leaves(0)
+    num_steps = read_resolved(RunPaths(slurm.run_dir).config).num_steps
+    with pytest.raises(ConfigError, match=f"--set schedule.num_steps={2 * num_steps}, or"):
+        resume(slurm.run_dir)
+    assert slurm.asked("sbatch") == []
+    more = [f"schedule.num_steps={num_steps + 1}"]
+    assert resume(slurm.run_dir, overrides=more).job_id == "9"
+    assert read_resolved(RunPaths(slurm.run_dir).config).num_steps == num_steps + 1
+    slurm.says("9+0|FAILED", "9+1|FAILED")
+    assert resume(slurm.run_dir).number == 3
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"), [
+        (8, "over all of them: 0.636 at step 9, after 0.5 at step 8"),
+        (4, "over all of them: 0.818 at step 5, 0.714 over 8"),
+        (None, "over all of them: 1 at step 1, 1 over 8"),
+    ],
+)  # fmt: skip
+def test_what_more_steps_make_of_a_learning_rate_that_falls_is_told(slurm, saved, said):
+    config = read_resolved(RunPaths(slurm.run_dir).config)
+    rate = {"lr": 1.0, "warmup_steps": 0, "final_lr_fraction": 0.5, "decay": "linear"}
+    tree = config.model_dump(mode="json")
+    tree["actor"]["optimizer"] |= rate
+    tree["schedule"]["num_steps"] = 8
+    if saved:
+        (RunPaths(slurm.run_dir).checkpoints / f"step_{saved:08}").mkdir(parents=True)
+    _, [line] = changed(type(config).model_validate(tree), ["schedule.num_steps=12"])
+    assert line.startswith("schedule.num_steps: 8 -> 12; the learning rate falls ")
+    assert line.endswith(said), line
 
 
 def test_what_sbatch_refused_can_be_resumed_again(slurm):

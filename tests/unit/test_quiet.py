@@ -89,7 +89,11 @@ def test_prompts_of_an_evaluation_that_nobody_beside_trains_are_counted_over_tas
     write_steps(paths.root, {"step": 1, "num_trajectories": 8})
     assert said(paths) == "batch 2: 0 of 8 responses", "training goes on beside it"
     write_steps(paths.root, {"step": 30, "num_trajectories": 8})
-    paths.eval_part("hard", "after", 0, 1).write_text("[]\n")
+    paths.eval_part("hard", "after", 30, 1).write_text("[]\n")
+    assert said(paths) == "held-out after: 1 of up to 10 prompts (hard)"
+    ended = done | {"when": "after", "number": 20}  # with fewer steps
+    with paths.events("rollout", 1).open("a") as events:
+        events.write(json.dumps(ended | {"time": time.time()}) + "\n")
     assert said(paths) == "held-out after: 1 of up to 10 prompts (hard)"
 
 

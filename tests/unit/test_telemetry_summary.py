@@ -155,6 +155,17 @@ def test_what_was_scored_is_told_by_who_did(paths):
     assert summary.summarize(paths.root)["scored"] == {"critic": 6, "reference": 2}
 
 
+def test_the_last_score_of_a_run_that_was_given_more_steps_is_that_of_its_new_end(paths):
+    num_steps = job_file.read_resolved(paths.config).num_steps
+    last = HELDOUT | {"when": "after", "number": num_steps - 1, "version": num_steps - 1,
+                      "correct": 4.0}  # fmt: skip
+    emit(paths, "rollout", ("eval", last))
+    found = summary.summarize(paths.root)
+    assert found["heldout_after"] is None and found["heldout_newest"]["step"] == num_steps - 1
+    emit(paths, "rollout", ("eval", last | {"number": num_steps, "correct": 6.0}))
+    assert summary.summarize(paths.root)["heldout_after"] == 0.75
+
+
 def test_after_a_resume_the_figures_are_those_of_the_steps_that_it_goes_on_from(paths):
     done = [{"reward/mean": 0.5 * n, "num_trajectories": 2, "staleness/max": n} for n in (1, 2)]
     emit(paths, "actor", *[("step", {"step": n} | each) for n, each in enumerate(done, start=1)])

@@ -65,7 +65,7 @@ class Holder:
     ) -> None:
         self._config, self._paths, self._side, self._job_id = config, paths, side, job_id
         self._slurm, self._attempt = slurm, requeue.attempt_of(job_id)
-        self._credits = CreditTail(paths.bus)
+        self._credits = CreditTail(paths.bus, num_steps=config.num_steps)
         self._other: str | None = None
         self._num_ended = 0
         self._not_before = 0.0

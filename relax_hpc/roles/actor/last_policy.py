@@ -15,7 +15,7 @@ from relax_hpc.engines.training_engine import TrainingEngine
 from relax_hpc.errors import PeerTimeoutError
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.actor import loop
-from relax_hpc.roles.rollout.heldout import Board
+from relax_hpc.roles.rollout.heldout import Board, last_of
 from relax_hpc.roles.turns import heard
 
 LOOK_EVERY_S = 2.0
@@ -46,10 +46,10 @@ class LastPolicy:
     ) -> None:
         self._publisher, self._patience_s = publisher, config.launch.peer_timeout_s
         self._tell_others = tell_others
-        size, names = config.rollout_pool.num_hosts, tuple(config.eval)
+        size = config.rollout_pool.num_hosts
         tasks = range(size) if config.launch.layout != "separate" else ()
         self._owing = {rank: Board(paths, rank, size) for rank in tasks}
-        self._names = names
+        self._last = last_of(config)
         self._kept, self._since = dict[int, int | None](), time.monotonic()
 
     def wanted(self) -> Wanted:
@@ -67,7 +67,7 @@ class LastPolicy:
 
     def _look(self) -> bool:
         """Whether somebody owes an evaluation."""
-        kept = {rank: board.kept_last(self._names) for rank, board in self._owing.items()}
+        kept = {rank: board.kept_last(self._last) for rank, board in self._owing.items()}
         now = time.monotonic()
         if kept != self._kept:
             self._kept, self._since = kept, now

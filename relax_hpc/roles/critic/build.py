@@ -100,7 +100,7 @@ def _rank0(
         "model": str(model.path),
     }
     writer = SidecarWriter(paths.bus, context.name, provenance, compress=config.bus.compress)
-    reader, credits = Reader(paths.bus), CreditTail(paths.bus)
+    reader, credits = Reader(paths.bus), CreditTail(paths.bus, num_steps=config.num_steps)
     megatron = config.critic.megatron(config.actor)
     scoring = scorer.Rank0(megatron, loop.VALUES, writer, reader, credits, events)
     plan = PlanFollower(paths.bus, credits, position)

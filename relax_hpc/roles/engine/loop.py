@@ -44,7 +44,7 @@ def _host(
     hostings: Sequence[Hosting],
     events: EventWriter,
 ) -> None:
-    credits = CreditTail(paths.bus, every_s=POLL_S)
+    credits = CreditTail(paths.bus, num_steps=config.num_steps, every_s=POLL_S)
 
     def is_over() -> bool:
         credit = credits.latest()

@@ -128,7 +128,7 @@ async def _loop(
                 config, paths, task, sources, episodes(limits.sampled, heldout=True), events
             ),
             producer,
-            CreditTail(paths.bus, every_s=credits_every_s(config)),
+            CreditTail(paths.bus, num_steps=config.num_steps, every_s=credits_every_s(config)),
             events,
             AnnouncedEnd(ending, unfinished, idle, NewestVersion(config, paths)),
         )

@@ -40,8 +40,9 @@ ScoreGroup = Callable[[Sequence[Sample]], Awaitable[Sequence[Score]]]
 """The job's reward, of all responses to a prompt."""
 
 
-Noted = Callable[[Sequence[Score]], Sequence[Score]]
-"""Counts scores that environments gave; says what those that failed are worth."""
+Noted = Callable[[Sequence[Score], str], Sequence[Score]]
+"""Counts scores that environments gave for a prompt of a source; says what those that failed are
+worth."""
 
 
 IsRetired = Callable[[int, int], Awaitable[bool]]
@@ -70,7 +71,7 @@ class Episodes:
         score: ScoreGroup,
         *,
         max_tokens: int,
-        noted: Noted = list,
+        noted: Noted = lambda scores, _: scores,
         workers: MediaWorkers | None = None,
         media_tokens: MediaTokens | None = None,
     ) -> None:
@@ -201,7 +202,7 @@ class Episodes:
         these metrics."""
         known = {n: each.score for n, each in enumerate(played) if each.score}
         left = [n for n in range(len(played)) if n not in known]
-        scores = dict(zip(known, self._noted([*known.values()]), strict=True))
+        scores = dict(zip(known, self._noted([*known.values()], prompt.source), strict=True))
         if left:
             given = await self._score([self._sample(prompt, records[n]) for n in left])
             scores |= dict(zip(left, map(self._named, given), strict=True))

@@ -8,7 +8,7 @@ from relax_hpc.config.run import RunConfig
 from relax_hpc.environments.record import Record
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.rollout.episodes import Episode, Episodes, seed_of
-from relax_hpc.roles.rollout.heldout import Board, Due, Row, Share
+from relax_hpc.roles.rollout.heldout import Board, Due, Row, Share, last_of
 from relax_hpc.roles.rollout.side_by_side import side_by_side
 from relax_hpc.telemetry.events import EventWriter
 
@@ -66,7 +66,7 @@ class Evaluator:
         """
         self._config, self._shares, self._episodes = config, shares, episodes
         self._events, self._board, self._also = events, board, also
-        self._last = [Due(name, "after", 0) for name in config.eval]
+        self._last = last_of(config)
         self._numbers: dict[str, int] = {}
         """Number of the last evaluation during training, or 0, of each set that was looked at."""
         self._left: dict[str, list[Due]] = {}
@@ -85,7 +85,7 @@ class Evaluator:
             self._left[name] = [due for due in begun.left if due not in self._last]
             self._done |= {*begun.done}
             if both := [*begun.done, *begun.left]:
-                self._numbers[name] = max(due.number for due in both)
+                self._numbers[name] = max(self._number(due) for due in both)
 
     def consider(self, version: int | None, *, trained: int) -> None:
         """Starts what is due: the first policy seen, and then one every `every` versions.
@@ -122,11 +122,19 @@ class Evaluator:
             dues = [due for due in (*left, *self._last) if due not in self._done]
             await asyncio.gather(*(self._evaluate(due, beside=False) for due in dues))
 
+    def _number(self, due: Due) -> int:
+        """Number among those during training that an evaluation stands for, or 0."""
+        return self._during(due.name, due.number) if due.when == "after" else due.number
+
+    def _during(self, name: str, version: int) -> int:
+        """Number of the evaluation that a policy is due for during training."""
+        every = self._config.eval[name].every
+        return version // every if every else 0
+
     def _due(self, name: str, version: int, trained: int) -> Due | None:
         if self._left[name]:
             return self._left[name].pop(0)
-        every = self._config.eval[name].every
-        number = version // every if every else 0
+        number = self._during(name, version)
         if name not in self._numbers:
             self._numbers[name] = number
             return Due(name, "before", 0) if trained == 0 else None

@@ -5,11 +5,12 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from relax_hpc.config.run import RunConfig
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.records import read_bytes, read_json, write_json, write_text
@@ -28,11 +29,17 @@ class Due(NamedTuple):
     when: str
     """before, during or after training."""
     number: int
-    """Number among those of `when`: tasks may get to it at other policies."""
+    """Number among those of `when`: tasks may get to it at other policies. Of the last policy it is
+    the number of steps: a run that is given more has another last policy."""
 
     @property
     def key(self) -> str:
         return f"{self.name}/{self.when}/{self.number}"
+
+
+def last_of(config: RunConfig) -> list[Due]:
+    """The evaluations of the last policy, one of each set."""
+    return [Due(name, "after", config.schedule.num_steps) for name in config.eval]
 
 
 class Row(NamedTuple):
@@ -143,15 +150,15 @@ class Board:
         found = [Due(name, when, int(number)) for when, number in map(_when_of, self._parts(name))]
         return Begun(done, [due for due in found if due not in done and self._lines(due)])
 
-    def kept_last(self, names: Sequence[str]) -> int | None:
-        """Returns the bytes of samples that are kept of evaluations under way, of some sets; None
-        if the last of each of these is complete. For whoever waits for them: those that were under
+    def kept_last(self, dues: Collection[Due]) -> int | None:
+        """Returns the bytes of samples that are kept of evaluations under way, of the sets of
+        `dues`; None if all of these are complete. For whoever waits for them: those that were under
         way before come first."""
         shares = read_json(self._paths.heldout_shares(self._rank)) or {}
-        if all(Due(name, "after", 0).key in shares for name in names):
+        if all(due.key in shares for due in dues):
             return None
         num_bytes = 0
-        for part in [part for name in names for part in self._parts(name)]:
+        for part in [part for due in dues for part in self._parts(due.name)]:
             with suppress(FileNotFoundError):
                 num_bytes += patiently(part, part.stat).st_size
         return num_bytes

@@ -99,7 +99,7 @@ def _rank0(
         "model": str(scoring.model.path),
     }
     writer = SidecarWriter(paths.bus, context.name, provenance, compress=config.bus.compress)
-    credits = CreditTail(paths.bus, every_s=CREDITS_EVERY_S)
+    credits = CreditTail(paths.bus, num_steps=config.num_steps, every_s=CREDITS_EVERY_S)
     return Rank0(
         scoring.megatron, scoring.column, writer, reader, credits, events, view=scoring.view
     )

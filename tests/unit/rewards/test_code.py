@@ -183,7 +183,7 @@ def test_check_refuses_tests_that_are_not_where_the_job_says():
     said = r"reward\.name = 'code': .*neither 'tsts' nor an answer, but tests; name the key"
     with pytest.raises(ConfigError, match=said):
         trial.check(elsewhere, Sample("", metadata=here))
-    with pytest.raises(ConfigError, match="to a prompt of yours, ValueError: .*write {"):
+    with pytest.raises(ConfigError, match=r"to a prompt of yours, ValueError: .*write {"):
         trial.check(RewardConfig(name="code", **there), Sample("", metadata={"tests": {"a": 1}}))
 
 

@@ -342,7 +342,8 @@ def test_an_evaluation_that_fell_due_while_the_task_was_dead_is_made_and_none_tw
 
 
 def test_the_last_evaluations_are_completed_by_a_start_that_finds_training_over(tmp_path):
-    life = Life(tmp_path, every=4, sets=("easy", "hard"), samples_per_prompt=2)
+    sets, schedule = ("easy", "hard"), {"num_steps": 4}
+    life = Life(tmp_path, every=4, sets=sets, samples_per_prompt=2, schedule=schedule)
     asyncio.run(life.live([(0, 0)]))
     asyncio.run(life.live([(4, 4)], answers=18, finish=4))  # of 20
     life.asked.clear()
@@ -350,13 +351,27 @@ def test_the_last_evaluations_are_completed_by_a_start_that_finds_training_over(
     for name in ("easy", "hard"):
         found = life.rows(name)
         assert sorted(found) == [
-            "000000-before-0.0.jsonl", "000004-after-0.0.jsonl", "000004-during-1.0.jsonl"
+            "000000-before-0.0.jsonl", "000004-after-4.0.jsonl", "000004-during-1.0.jsonl"
         ]  # fmt: skip
         assert all(
             [row[:2] for row in rows] == [(p, s) for p in range(5) for s in range(2)]
             for rows in found.values()
         )
     assert not list(life.paths.root.glob("eval/*/*.part"))
+
+
+def test_a_run_that_is_given_more_steps_evaluates_its_new_last_policy_and_no_old_one_again(
+    tmp_path,
+):
+    life = Life(tmp_path, every=4, schedule={"num_steps": 4})
+    asyncio.run(life.live([(0, 0)], finish=4))
+    life.settings["schedule"] = {"num_steps": 8}
+    asyncio.run(life.live([(4, 4), (6, 6)], finish=8))
+    asyncio.run(life.live([], finish=8))
+    assert life.events == [("before", 0), ("after", 4), ("after", 8)]
+    assert sorted(life.rows()) == [
+        "000000-before-0.0.jsonl", "000004-after-4.0.jsonl", "000008-after-8.0.jsonl"
+    ]  # fmt: skip
 
 
 class Busy:

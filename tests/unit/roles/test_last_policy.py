@@ -11,6 +11,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.roles.actor import last_policy
 from relax_hpc.roles.rollout.heldout import Board, Due, Row, Share
 
+STEPS = config().schedule.num_steps
 ROW = Row(0, 0, 1.0, {}, 3, 3, "stop", 1, ["a"])
 
 
@@ -55,8 +56,8 @@ def clock(monkeypatch):
     return clock
 
 
-def evaluated(paths, rank, *, when="after"):
-    board, due = Board(paths, rank, 2), Due("heldout", when, 0)
+def evaluated(paths, rank, *, when="after", number=STEPS):
+    board, due = Board(paths, rank, 2), Due("heldout", when, number)
     board.begin(due)
     board.keep(due, [ROW])
     board.add(due, Share.of([ROW]), [ROW])
@@ -75,6 +76,7 @@ def test_engines_that_come_after_the_last_step_are_given_its_weights_until_all_h
 ):
     paths = RunPaths(tmp_path)
     evaluated(paths, 1, when="before")
+    evaluated(paths, 1, number=STEPS - 1)  # the last policy before the run was given more steps
     done = {2: lambda: evaluated(paths, 0), 7: lambda: evaluated(paths, 1)}
     engines = Engines(newcomers=(1, 4), at_look=done)
     assert served(paths, engines) == [("publish", 3), ("publish", 3)]
@@ -85,7 +87,7 @@ def test_engines_that_come_after_the_last_step_are_given_its_weights_until_all_h
 def test_who_scores_nothing_for_long_is_named_and_who_does_is_waited_for(tmp_path):
     paths = RunPaths(tmp_path)
     evaluated(paths, 0)
-    board, due = Board(paths, 1, 2), Due("heldout", "after", 0)
+    board, due = Board(paths, 1, 2), Due("heldout", "after", STEPS)
     board.begin(due)
     slow = {look: lambda: board.keep(due, [ROW]) for look in range(1, 60)}
     engines = Engines(at_look=slow)

@@ -85,7 +85,7 @@ def test_engines_that_start_or_fall_asleep_on_shared_gpus_are_waited_for_by_all_
 def test_the_evaluation_of_the_last_policy_is_waited_for_by_all_ranks(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(last_policy, "LOOK_EVERY_S", 0.2)
     paths, settings = RunPaths(tmp_path), config(engines__rollout__count=1)
-    board, due = Board(paths, 0, 1), Due("heldout", "after", 0)
+    board, due = Board(paths, 0, 1), Due("heldout", "after", config().schedule.num_steps)
     board.begin(due)
     until = time.monotonic() + WAIT_S
     newcomers = SimpleNamespace(has_newcomers=lambda: False)

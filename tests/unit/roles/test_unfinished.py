@@ -110,7 +110,7 @@ def task(run, engine, *, environment=None, ends=None, **further):
     with Producer(run.bus, "rollout-0", provenance) as producer:
         unfinished = Unfinished(made, group, producer, events)
         evaluator = episode_fakes.Evaluator(
-            made, {"heldout": []}, parts, events, episode_fakes.Board(is_over=True)
+            made, {"heldout": []}, parts, events, episode_fakes.Board(over=(made.num_steps,))
         )
         ending = Ending(run, "7.0", run.keeps("7.0", 0))
         whole = loop.run(
