@@ -155,7 +155,11 @@ class RunPaths:
 
     def switch(self, member: str, start: str, version: int) -> Path:
         """State of the requests of one start of an engine when it got a version."""
-        return self.control / "switches" / f"{member}-{start}" / f"{version}.json"
+        return self.switches(member) / start / f"{version}.json"
+
+    def switches(self, member: str) -> Path:
+        """`switch` of all starts of an engine."""
+        return self.control / "switches" / member
 
     @property
     def lease(self) -> Path:

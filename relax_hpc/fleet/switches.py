@@ -6,6 +6,7 @@ whose requests they are. A request that is not named had no token yet.
 
 import asyncio
 import logging
+import shutil
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -15,7 +16,7 @@ from relax_hpc.comm.orders import Receipt
 from relax_hpc.fleet.members import Member
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
-from relax_hpc.storage import patiently
+from relax_hpc.storage import names, patiently
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,21 @@ def note(paths: RunPaths, member: Member, version: int, receipts: Iterable[Recei
     for of_rank in told or [None]:
         counts = None if counts is None or of_rank is None else counts | of_rank
     write_json(paths.switch(member.id, member.start, version), {"num_sampled": counts})
-    old = paths.switch(member.id, member.start, version - _KEPT)
-    patiently(old, lambda: old.unlink(missing_ok=True))
+    folder = paths.switches(member.id) / member.start
+    # Listed, since an engine that loads files skips versions.
+    for name in names(folder):
+        if name.endswith(".json") and int(name.removesuffix(".json")) <= version - _KEPT:
+            _delete(folder / name)
+
+
+def forget_earlier(paths: RunPaths, member: str) -> None:
+    """Deletes what is left of earlier starts of an engine, whose requests ended with them."""
+    for start in names(folder := paths.switches(member)):
+        shutil.rmtree(folder / start, ignore_errors=True)
+
+
+def _delete(path: Path) -> None:
+    patiently(path, lambda: path.unlink(missing_ok=True))
 
 
 class Switches:

@@ -22,7 +22,7 @@ from relax_hpc.engines.process import start_engine
 from relax_hpc.engines.pulse import Pulse
 from relax_hpc.engines.sglang.launch import check_recompute
 from relax_hpc.errors import EngineError, EngineUnfitError
-from relax_hpc.fleet import lease, members, roster
+from relax_hpc.fleet import lease, members, roster, switches
 from relax_hpc.fleet.members import Member, State
 from relax_hpc.fleet.roster import Roster, RosterEntry
 from relax_hpc.paths import RunPaths
@@ -171,6 +171,7 @@ class EngineHost:
 
     def _start(self) -> EngineProcess:
         self._announce("STARTING", "starting its process")
+        switches.forget_earlier(self._paths, self._slot.id)
         with self._parts.called(self._member.start) as share:
             return start_engine(
                 self._spec,

@@ -47,8 +47,12 @@ def test_an_engine_is_started_with_the_models_settings_its_own_seed_and_its_toke
         model__path="the model", model__dtype="float16",
         engines__rollout__max_running_requests=77,
     )  # fmt: skip
+    of_before = host._paths.switch("rollout-1", "6.0-1-1", 3)
+    of_before.parent.mkdir(parents=True)
+    of_before.touch()
     host._member = host._new_member(5)
     host._start()
+    assert not of_before.exists()
     [(given, how)] = started
     [spec] = given
     assert (spec.kind, str(spec.model_path)) == ("embedded", "the model")
