@@ -44,3 +44,14 @@ class OptimizerConfig(BaseModel):
                 "use linear, cosine or sqrt as decay, or remove it"
             )
         return self
+
+    @model_validator(mode="after")
+    def _what_decays_has_an_end(self) -> Self:
+        asked = f"decay = {self.decay!r}" if self.decay in ("cosine", "sqrt") else ""
+        asked = asked or (f"decay_steps = {self.decay_steps}" if self.decay_steps else "")
+        if asked and self.final_lr_fraction == 1:
+            raise ValueError(
+                f"{asked}: the rate would not fall, since final_lr_fraction is 1; set that, e.g. "
+                "to 0 or 0.1, or remove it"
+            )
+        return self

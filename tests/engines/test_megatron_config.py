@@ -253,3 +253,13 @@ def test_a_constant_learning_rate_is_one():
     assert [learning_rate(config, step, 9) for step in (1, 2, 5, 9)] == [0.5, 1.0, 1.0, 1.0]
     with pytest.raises(ValueError, match=r"final_lr_fraction = 0\.5: .*constant.*use linear"):
         OptimizerConfig(decay="constant", final_lr_fraction=0.5)
+
+
+def test_a_decay_that_ends_where_it_begins_is_refused():
+    for asked in ({"decay": "cosine"}, {"decay": "sqrt"}, {"decay_steps": 9}):
+        key, value = next(iter(asked.items()))
+        with pytest.raises(ValueError, match=f"{key} = {value!r}: .* final_lr_fraction is 1; set"):
+            OptimizerConfig(**asked)
+        OptimizerConfig(**asked, final_lr_fraction=0.9)
+    again = OptimizerConfig.model_validate_json(OptimizerConfig().model_dump_json())
+    assert again == OptimizerConfig()
