@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from relax_hpc.algorithms.advantages.none import NoAdvantage
+from relax_hpc.algorithms.advantages.pass_k import PassK
 from relax_hpc.algorithms.algorithm import Algorithm
 from relax_hpc.algorithms.groups import Refill
 from relax_hpc.algorithms.kl import Kl
@@ -25,6 +27,7 @@ def check(config: "RunConfig") -> None:
     _weighs_once(algorithm)
     _mean_is_of_ratios(algorithm)
     _pull_has_a_gradient(algorithm)
+    _something_teaches(algorithm)
     _there_are_siblings(algorithm, config.rollout.samples_per_prompt)
     _long_responses_can_be_told(algorithm, config)
     _solved_groups_are_on_record(algorithm, config)
@@ -84,9 +87,26 @@ def _pull_has_a_gradient(algorithm: Algorithm) -> None:
         )
 
 
+def _something_teaches(algorithm: Algorithm) -> None:
+    others = (algorithm.distill, algorithm.kl, algorithm.entropy)
+    is_alone = not any(part.needs().every_row for part in others)
+    if isinstance(algorithm.advantage, NoAdvantage) and is_alone:
+        raise ValueError(
+            "algorithm.advantage.name = 'none': is of teachers, and there is none, so that nothing "
+            "would be learned; use another advantage, or algorithm.distill.name = 'advantage' and "
+            "a table [teachers.NAME]"
+        )
+
+
 def _there_are_siblings(algorithm: Algorithm, siblings: int) -> None:
     least, advantage = algorithm.needs.min_siblings, algorithm.advantage
     if siblings >= least:
+        if siblings == 1 and isinstance(algorithm.groups, Refill):
+            raise ValueError(
+                "rollout.samples_per_prompt = 1: algorithm.groups.name = 'refill' wants prompts "
+                "whose responses differ, and skips all others; use 2 or more, or groups.name = "
+                "'as_sampled'"
+            )
         return
     k = getattr(advantage, "k", None)
     if k == least:
@@ -102,6 +122,12 @@ def _there_are_siblings(algorithm: Algorithm, siblings: int) -> None:
 
 def _long_responses_can_be_told(algorithm: Algorithm, config: "RunConfig") -> None:
     groups, rollout = algorithm.groups, config.rollout
+    if groups.truncated == "penalty" and isinstance(algorithm.advantage, PassK):
+        raise ValueError(
+            "algorithm.groups.truncated = 'penalty': a right response that is long would fall "
+            f"below algorithm.advantage.right = {algorithm.advantage.right:g}, and count as "
+            "wrong; use 'mask', or another advantage"
+        )
     if groups.truncated == "penalty" and rollout.environment != "single_turn":
         raise ValueError(
             "algorithm.groups.truncated = 'penalty': an episode of rollout.environment = "

@@ -98,6 +98,19 @@ MISTAKES = [
     ({"kl": {"name": "k1"}}, {"reference": {"placement": "own"}}, "'k1': in the loss it has no"),
     (MAX_RL, {"reward": {"name": "dapo"}}, "reward.name = 'dapo': is below 0 (-1 where it is wron"),
     (MAX_RL | {"groups": {"truncated": "penalty"}}, {}, "lowers a reward of 0, and algorithm.adv"),
+    ({"preset": "pass_k", "groups": {"truncated": "penalty"}}, {}, "'penalty': a right response t"),
+    ({"advantage": {"name": "none"}}, {}, "'none': is of teachers, and there is none, so that not"),
+    ({"preset": "distill", "distill": {"name": "none"}}, {}, "advantage.name = 'none': is of teac"),
+    (
+        {"preset": "reinforce_pp", "groups": {"name": "refill"}},
+        {"rollout": {"samples_per_prompt": 1}},
+        "samples_per_prompt = 1: algorithm.groups.name = 'refill' wants prompts whose responses",
+    ),
+    (
+        {"preset": "ppo", "advantage": {"lam": 0.95, "length_alpha": 0.05}},
+        {"critic": {}},
+        "lam = 0.95: with length_alpha = 0.05 the length of a response decides",
+    ),
     ({"preset": "gmpo", "aggregation": "prompt"}, {}, "aggregation = 'prompt': the ratio of gmpo"),
     (MAX_RL, {"reward": {"terms": {"a": {"name": "exact", "weight": -1.0}}}}, "s.a.weight = -1"),
 ]  # fmt: skip
@@ -194,6 +207,14 @@ def test_a_job_is_explained_by_its_roles_its_columns_and_the_parts_of_its_algori
     assert "reference" not in plain and "ref_logprobs" not in plain
     measured = CliRunner().invoke(app, [*job[:-4], "--set", "reference.placement=own"]).output
     assert "reference: measured, nothing in the loss needs it" in measured
+
+
+def test_without_an_advantage_an_entropy_or_a_divergence_may_teach_alone():
+    nothing = {"advantage": {"name": "none"}, "groups": {"name": "as_sampled"}}
+    job(nothing | {"entropy": {"name": "adaptive"}}, rollout={"samples_per_prompt": 1})
+    job(nothing | {"kl": {"name": "k3"}}, reference={"placement": "own"})
+    said = refused(nothing | {"entropy": {"coefficient": 0.0}})
+    assert "nothing would be learned" in said
 
 
 def test_a_critic_and_who_reads_its_values_come_together():

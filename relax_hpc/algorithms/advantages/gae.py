@@ -1,9 +1,9 @@
 """Advantages of tokens by the values of a critic."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from relax_hpc.algorithms.part import Advantage, Floats, Needs, Rows, Tokens, Total
 from relax_hpc.sections import Number
@@ -28,6 +28,15 @@ class Gae(Advantage):
     has 0.05."""
     whiten: bool = False
     """Give the advantages of a batch mean 0 and standard deviation 1. It waits for the batch."""
+
+    @model_validator(mode="after")
+    def _lam_is_said_once(self) -> Self:
+        if self.length_alpha and self.lam != 1:
+            raise ValueError(
+                f"lam = {self.lam:g}: with length_alpha = {self.length_alpha:g} the length of a "
+                "response decides; remove one of them"
+            )
+        return self
 
     def needs(self) -> Needs:
         values = {"ragged/values": f"algorithm.advantage.name = {self.name!r}"}
