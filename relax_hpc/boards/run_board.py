@@ -31,7 +31,7 @@ class RunBoard:
         self._samples = Samples(paths, config)
         self._said: list[Text] = []
         self._drawn: list[Event] = []
-        """What the picture is made of: nobody reads the events again for it."""
+        """Events that the picture is made of: nobody reads them again for it."""
         self._board: TensorBoard | None = None
         self._is_published = True
         self._pictured_step, self._next_picture = 0, time.monotonic() + _CURVE_EVERY_S

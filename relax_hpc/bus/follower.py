@@ -53,7 +53,7 @@ class PlanTail:
     ) -> None:
         self._paths, self._credits, self._check = paths, credits, check
         self.fence = 0
-        """Of the trainer whose log is read."""
+        """Fence of the trainer whose log is read."""
         self._end, self._num_read, self._num_given = 0, 0, num_records
         self._log: GrowingFile | None = None
         self._fresh: list[tuple[int, AnyRecord]] = []

@@ -22,11 +22,11 @@ _FIELDS = {
         "name", "when", "number", "rank", "headline", "version", "correct", "num_samples",
     ),
 }  # fmt: skip
-"""What is drawn, by kind of event."""
+"""Fields that are drawn, by kind of event."""
 
 
 def drawn_of(events: Iterable[Event]) -> list[Event]:
-    """What is drawn of some events: little of a few of them."""
+    """The fields of some events that are drawn: a few of few of them."""
     return [
         {key: event[key] for key in ("event", "time", *_FIELDS[event["event"]]) if key in event}
         for event in events

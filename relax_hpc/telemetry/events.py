@@ -100,8 +100,8 @@ def read_events(events_dir: Path, *, but: Collection[str] = ()) -> list[Event]:
 
 
 def events_of_state(events_dir: Path) -> list[Event]:
-    """Those that tell how a run is, in order of time: of `load` the newest, the other `FREQUENT`
-    ones not at all."""
+    """The events that tell how a run is, in order of time: of `load` the newest, the other
+    `FREQUENT` ones not at all."""
     newest = [event for path in sorted(events_dir.glob("*.jsonl")) for event in _newest(path)]
     loads = [event for event in newest if event["event"] == "load"]
     events = [*read_events(events_dir, but=FREQUENT), *loads]

@@ -88,7 +88,7 @@ class Solved:
 
     def is_retired(self, row: int, below: int) -> bool:
         """Whether a row of the data is retired by groups with guids under `below`."""
-        guids = self._guids.get(row, ())
+        guids = self._guids.get(row, [])
         return len(guids) == self._times and guids[-1] < below
 
 
