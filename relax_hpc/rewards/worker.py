@@ -85,8 +85,9 @@ def _reward(line: bytes, engines: Callable[[], object] | None) -> Reward:
         term = registry.Term(*each)
         try:
             function = term.function()
-            how = {"title": term.title, "weight": term.weight, "sources": term.sources}
-            functions.append(Weighted(function, engines, **how))
+            title, weight, sources = term.title, term.weight, term.sources
+            weighted = Weighted(function, engines, title=title, weight=weight, sources=sources)
+            functions.append(weighted)
         except BaseException as error:  # noqa: BLE001 - SystemExit of somebody's program, too
             said = first_line(error)
             if not isinstance(error, ConfigError):
