@@ -167,7 +167,8 @@ def _evaluation(
 
 def _untold(tasks: dict[int, Event]) -> int:
     """Tasks that have not told their share."""
-    return max(max(event.get("tasks", 1) for event in tasks.values()) - len(tasks), 0)
+    told: int = max(event.get("tasks", 1) for event in tasks.values())
+    return max(told - len(tasks), 0)
 
 
 class _Row(NamedTuple):

@@ -1,7 +1,7 @@
 """The decisions of rank 0 about a batch as its portions come in, which it tells the other ranks."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -71,7 +71,7 @@ class Batch:
         self._siblings = config.rollout.samples_per_prompt
         self._masks_errors = config.reward.on_error == "mask"
         self._indices: list[BatchIndex] = []
-        self._parts: list[dict[str, Floats]] = []
+        self._parts: list[Mapping[str, npt.NDArray[Any]]] = []
         """Parts of the rewards of each of them."""
         self._load = [0] * config.actor.layout.data_parallel
         self._num_micro_batches = 0

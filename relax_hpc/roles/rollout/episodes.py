@@ -236,7 +236,7 @@ class Episodes:
 
 
 class _Played(NamedTuple):
-    """What came of an episode, looked through."""
+    """An episode that was played, looked through."""
 
     score: Score | None
     """None where the job's reward decides."""
