@@ -6,6 +6,7 @@ made so, and whatever a process of the run makes in it is as open as the folder 
 
 import errno
 import os
+import pwd
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,3 +85,30 @@ def check_own(*paths: Path) -> None:
                 f"{entry}: others may write there what would run as you; see that nobody did, then "
                 f"chmod -R go-w {path}"
             )
+
+
+def refusal(error: OSError) -> str:
+    """Says whose it is what may not be read or written to, and what to do.
+
+    Of a file that cannot even be seen, or was to be made, it is the folder that is named.
+    """
+    path = Path(error.filename).absolute()
+    for each in (path, *path.parents):
+        try:
+            found = each.lstat()
+        except OSError:
+            continue
+        me = os.geteuid()
+        remedy = "change its mode" if found.st_uid == me else "ask its owner"
+        return (
+            f"{each}: is of user {_name_of(found.st_uid)}, mode {stat.S_IMODE(found.st_mode):04o}: "
+            f"may not be read, or not be written to, by user {_name_of(me)}; {remedy}"
+        )
+    return f"{path}: {error.strerror}"
+
+
+def _name_of(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from relax_hpc import permissions
 from relax_hpc.errors import ConfigError
+from relax_hpc.paths import RunPaths
 
 if TYPE_CHECKING:
     from relax_hpc.config.run import JobConfig
@@ -85,18 +87,32 @@ def find_run(run: str) -> Path | None:
     wherever it was submitted. None if there is no such run.
 
     Raises:
-        ConfigError: several runs that were submitted elsewhere have that name.
+        ConfigError: several runs that were submitted elsewhere have that name, or it is a folder
+            that this user may not look into.
     """
     from relax_hpc.launch import known_runs
 
-    for place in (Path(run), known_runs.RUNS / run):
+    places = (Path(run), known_runs.RUNS / run)
+    for place in places:
         if known_runs.is_run(place):
             return place
     found = known_runs.called(run)
     if len(found) > 1:
         several = ", ".join(map(str, found))
         raise ConfigError(f"{run}: is the name of several runs; give one of {several}")
+    if not found:
+        for place in places:
+            _check_visible(place)
     return found[0] if found else None
+
+
+def _check_visible(folder: Path) -> None:
+    try:
+        RunPaths(folder).config.stat()
+    except PermissionError as error:
+        raise ConfigError(permissions.refusal(error)) from error
+    except OSError:  # nothing is there
+        return
 
 
 @contextmanager

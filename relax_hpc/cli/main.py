@@ -291,7 +291,8 @@ def _check_folder() -> None:
 
 
 def main() -> None:
-    """Entry point: what we raise on purpose becomes one line and exit code 2."""
+    """Entry point: what we raise on purpose becomes one line and exit code 2, and so does a file
+    that the user may not read or write."""
     os.umask(permissions.UMASKS["none"])  # of what a command writes beside or into a run
     is_plain = bool(os.environ.get("NO_COLOR"))
     if is_plain:  # rich alone would still print bold and dim
@@ -299,8 +300,11 @@ def main() -> None:
     try:
         _check_folder()
         app(prog_name="relax-hpc")
-    except RelaxError as error:
+    except (RelaxError, PermissionError) as error:
+        if isinstance(error, PermissionError) and error.filename is None:
+            raise  # it is about no file
+        said = str(error) if isinstance(error, RelaxError) else permissions.refusal(error)
         colours: Literal["auto"] | None = None if is_plain else "auto"
         console = Console(stderr=True, soft_wrap=True, color_system=colours)
-        console.print(Text(str(error), style="red"))
+        console.print(Text(said, style="red"))
         sys.exit(2)

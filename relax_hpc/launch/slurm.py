@@ -121,4 +121,6 @@ def cancel(leader: str) -> None:
     """
     answer = output_of(["scancel", leader])
     if answer.returncode and not re.search("Invalid job id|already complet", answer.stderr):
-        raise LaunchError(f"{words_of(answer)}; try again where squeue answers")
+        is_anothers = "permission denied" in answer.stderr.lower()
+        remedy = "ask who submitted it" if is_anothers else "try again where squeue answers"
+        raise LaunchError(f"{words_of(answer)}; {remedy}")

@@ -11,10 +11,11 @@ import pytest
 
 from relax_hpc.checkpoints import convert
 from relax_hpc.config.run import RunConfig
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.job_file import load
-from relax_hpc.launch import preflight
+from relax_hpc.launch import preflight, slurm
 from relax_hpc.launch.submit import resolve
+from relax_hpc.records import write_text
 from relax_hpc.roles.training import check as training_check
 from relax_hpc.telemetry import picture
 
@@ -174,3 +175,81 @@ def test_the_whole_check_asks_about_engines_in_turn_quantized_ones_and_the_refer
 ):
     said = refused("submit", "job.toml", "--local", *(w for s in settings for w in ("--set", s)))
     assert said.startswith(message) and "\n" not in said
+
+
+@pytest.fixture
+def anothers_run():
+    """Makes a run of a mode; root goes on as another user, who is not its owner."""
+    folder, is_root = Path(tempfile.mkdtemp()), os.geteuid() == 0
+
+    def make(mode):
+        run = folder / "run"
+        run.mkdir()
+        (run / "run.json").write_text("{}")
+        run.chmod(mode)
+        folder.chmod(0o755)
+        if is_root:
+            os.seteuid(NOBODY)
+        return run
+
+    yield make
+    if is_root:
+        os.seteuid(0)
+    (folder / "run").chmod(0o700)
+    shutil.rmtree(folder)
+
+
+def said_by_main(capsys):
+    from relax_hpc.cli import main as cli
+
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    output, said = capsys.readouterr()
+    assert end.value.code == 2 and output == "" and said.count("\n") == 1
+    return said
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["status"], ["peek"], ["view"], ["logs"], ["eval"], ["cancel"], ["resume"], ["scale", "list"],
+     ["bus", "ls"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_run_that_may_not_be_looked_into_is_not_said_to_be_none(
+    anothers_run, monkeypatch, capsys, command
+):
+    run = anothers_run(0)
+    monkeypatch.setattr(sys, "argv", ["relax-hpc", *command, str(run)])
+    said = said_by_main(capsys)
+    assert said.startswith(f"{run}: is of user ") and ", mode 0000: may not be read" in said
+    assert "no such run" not in said
+
+
+def test_a_run_that_may_not_be_written_to_is_named_with_its_owner(
+    anothers_run, monkeypatch, capsys
+):
+    from relax_hpc.cli import main as cli
+
+    run = anothers_run(0o555)
+    monkeypatch.setattr(cli, "app", lambda **_: write_text(run / "summary.json", "{}"))
+    said = said_by_main(capsys)
+    assert said.startswith(f"{run}: is of user ") and "mode 0555" in said
+    assert "ask its owner" in said or os.geteuid() != 0
+
+    def refused(**_):
+        os.kill(1, 0)
+        raise PermissionError(1, "not permitted")  # where that is ours
+
+    monkeypatch.setattr(cli, "app", refused)
+    with pytest.raises(PermissionError):
+        cli.main()
+
+
+def test_who_may_not_cancel_a_job_is_not_told_that_slurm_is_silent(tmp_path, monkeypatch):
+    scancel = tmp_path / "scancel"
+    said = "scancel: error: Kill job error on job id 12: Access/permission denied"
+    scancel.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    scancel.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(LaunchError, match=r"job id 12: .* denied; ask who submitted it$"):
+        slurm.cancel("12")
