@@ -365,12 +365,13 @@ def test_a_run_that_is_given_more_steps_evaluates_its_new_last_policy_and_no_old
 ):
     life = Life(tmp_path, every=4, schedule={"num_steps": 4})
     asyncio.run(life.live([(0, 0)], finish=4))
-    life.settings["schedule"] = {"num_steps": 8}
-    asyncio.run(life.live([(4, 4), (6, 6)], finish=8))
-    asyncio.run(life.live([], finish=8))
-    assert life.events == [("before", 0), ("after", 4), ("after", 8)]
+    life.settings["schedule"] = {"num_steps": 10}
+    asyncio.run(life.live([(4, 4), (8, 8)], finish=10))
+    asyncio.run(life.live([], finish=10))
+    assert life.events == [("before", 0), ("after", 4), ("during", 8), ("after", 10)]
     assert sorted(life.rows()) == [
-        "000000-before-0.0.jsonl", "000004-after-4.0.jsonl", "000008-after-8.0.jsonl"
+        "000000-before-0.0.jsonl", "000004-after-4.0.jsonl", "000008-during-2.0.jsonl",
+        "000010-after-10.0.jsonl",
     ]  # fmt: skip
 
 
