@@ -102,9 +102,11 @@ def _check_ended(
     is_lengthened: bool,
 ) -> None:
     if alive := status.alive(run_dir, found, sure=ended):
+        remedy = f"cancel it first: relax-hpc cancel {run_dir}"
+        if alive.state == "COMPLETING":  # perhaps since it was cancelled
+            remedy = "it is about to end: resume it in a moment"
         raise ConfigError(
-            f"{run_dir}: is {alive.state.lower()} as job {alive.record.leader}; "
-            f"cancel it first: relax-hpc cancel {run_dir}"
+            f"{run_dir}: is {alive.state.lower()} as job {alive.record.leader}; {remedy}"
         )
     if found[0].state == "COMPLETED" and not is_lengthened:
         steps = "sft.num_steps" if isinstance(config, SftRunConfig) else "schedule.num_steps"

@@ -53,7 +53,8 @@ def test_in_every_state_in_which_slurm_may_run_a_job_no_second_one_is_started(sl
     slurm.leaves(143)  # of an attempt that Slurm requeued
     slurm.says(f"7+0|{word}", "7+1|COMPLETED")
     assert status.job_state(slurm.run_dir) == word
-    with pytest.raises(ConfigError, match=f"is {word.lower()} as job 7; cancel it first"):
+    advice = "it is about to end" if word == "COMPLETING" else "cancel it first"
+    with pytest.raises(ConfigError, match=f"is {word.lower()} as job 7; {advice}"):
         resume(slurm.run_dir, ended=True)
     assert f"is {word}, and its components delete what they own" in gc(slurm, "--ended")
     assert slurm.asked("sbatch") == []
