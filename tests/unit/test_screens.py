@@ -99,8 +99,8 @@ def emit(paths, task, *events):
 def step(number):
     return {
         "event": "step", "time": NOW - 72 * HOUR + number * HOUR, "step": number,
-        "reward/mean": 0.3 + number / 50, "tokens_per_s": 2700.0, "num_trajectories": 8,
-        "staleness/max": 1, "loss": -0.003,
+        "reward/mean": 0.3 + number / 50, "num_tokens": 2700 * HOUR, "num_trajectories": 8,
+        "staleness/max": 1, "loss": -0.003, "time/step": float(HOUR), "eta_s": 1.0,
     }  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     monkeypatch.setattr(rollout_task.rollout, "run", loop)
     architecture = SimpleNamespace(max_positions=20000)
     monkeypatch.setattr(prompt_check, "read_architecture", lambda path: architecture)
-    monkeypatch.setattr(rollout_task, "CreditTail", lambda paths, every_s: "the credits")
+    monkeypatch.setattr(rollout_task, "CreditTail", lambda paths, num_steps, every_s: "the credits")
     settings = config(
         engines__rollout__count=6, engines__rollout__engines_per_task=2,
         eval__heldout__num_prompts=3,
