@@ -18,7 +18,7 @@ from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.idle import Idle
 from relax_hpc.roles.rollout import build as rollout_task
-from relax_hpc.roles.rollout import prompt_check, row_check
+from relax_hpc.roles.rollout import episodes, prompt_check, row_check
 from relax_hpc.roles.rollout.loop import Task
 from relax_hpc.roles.rollout.prompt_check import Files
 
@@ -101,9 +101,9 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
 
 async def scores(group, answer, said):
     """The job's reward for responses."""
-    prompt, outcomes = Prompt(0, [1], answer), [Outcome()] * len(said)
+    prompt, played = Prompt(0, [1], answer), [episodes._played(Outcome())] * len(said)
     records = [Record([Call([1], draft=Draft(tokens))]) for tokens in said]
-    made = await group._episodes._scored(prompt, records, outcomes, {})
+    made = await group._episodes._scored(prompt, records, played, {})
     return [episode.score.value for episode in made]
 
 
