@@ -237,7 +237,7 @@ def test_of_a_run_that_waits_the_reason_and_the_expected_start_are_said(run, row
 def test_of_a_run_that_runs_elapsed_and_remaining_time_reward_and_speed_are_said(run, row):
     begin = slurm_time(time.time() - 7200)
     run.says(f"7+0|RUNNING|n1|1|None|{begin}|1-02:00:00", f"7+1|RUNNING|n2|2|None|{begin}|22:00:00")
-    write_steps(run.run_dir, {"step": 9, "reward/mean": 0.25, "tokens_per_s": 2700.0})
+    write_steps(run.run_dir, {"step": 9, "reward/mean": 0.25, "num_tokens": 5400, "time/step": 2.0})
     lines = [line.strip() for line in cli("status", "run").output.splitlines()]
     assert "elapsed       2.0 h, 22.0 h left of its time limit" in lines
     assert "reward        0.250 at step 9" in lines and "speed         2.7k tokens/s" in lines

@@ -188,7 +188,8 @@ def steps(run, *events, ago_s=0.0):
     path = RunPaths(run.run_dir).events("actor", 0)
     path.parent.mkdir(exist_ok=True)
     first = time.time() - ago_s - len(events) + 1
-    common = {"role": "actor", "rank": 0, "pid": 1, "num_trajectories": 8, "tokens_per_s": 1.0}
+    common = {"role": "actor", "rank": 0, "pid": 1, "num_trajectories": 8}
+    common |= {"num_tokens": 1, "time/step": 1.0, "eta_s": 9.0}
     lines = [
         {**common, "event": event, "step": step, "time": first + second}
         for second, (event, step) in enumerate(events)
