@@ -337,7 +337,7 @@ def test_nobody_is_held_once_nothing_more_will_be_trained(run):
     writer = CreditWriter(paths.bus, 1)
     holder = Holder(config, paths, "sampling", "7", Slurm())
     idle_for(paths, 61)
-    writer.write(writer.inherited._replace(finished=True))
+    writer.write(writer.inherited._replace(step=4, finished=True))
     writer.close()
     assert holder.tick() is None and not fake.asked("scontrol")
 

@@ -32,10 +32,8 @@ class Gae(Advantage):
     @model_validator(mode="after")
     def _lam_is_said_once(self) -> Self:
         if self.length_alpha and self.lam != 1:
-            raise ValueError(
-                f"lam = {self.lam:g}: with length_alpha = {self.length_alpha:g} the length of a "
-                "response decides; remove one of them"
-            )
+            said = f"lam = {self.lam:g}: with length_alpha = {self.length_alpha:g}"
+            raise ValueError(f"{said} the length of a response decides; remove one of them")
         return self
 
     def needs(self) -> Needs:
