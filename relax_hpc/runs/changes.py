@@ -85,12 +85,14 @@ def _of_rate(config: JobConfig, before: int, after: int) -> str:
     optimizer, done = config.actor.optimizer, _steps_saved(config)
     if optimizer.final_lr_fraction == 1:
         return ""
-    now = learning_rate(optimizer, done + 1, after)
+
+    def rate(step: int, num_steps: int) -> str:
+        return f"{learning_rate(optimizer, step, num_steps, config.steps_of_critic_alone):.3g}"
+
+    said = f"; the learning rate falls over all of them: {rate(done + 1, after)} at step {done + 1}"
     if done < before:
-        was = f"{learning_rate(optimizer, done + 1, before):.3g} over {before}"
-        return f"; the learning rate falls over all of them: {now:.3g} at step {done + 1}, {was}"
-    was = f"after {learning_rate(optimizer, done, before):.3g} at step {done}"
-    return f"; the learning rate falls over all of them: {now:.3g} at step {done + 1}, {was}"
+        return f"{said}, {rate(done + 1, before)} over {before}"
+    return f"{said}, after {rate(done, before)} at step {done}"
 
 
 def _steps_saved(config: JobConfig) -> int:

@@ -204,14 +204,18 @@ def test_a_complete_run_goes_on_with_more_steps_and_after_that_like_any_other(sl
 
 
 @pytest.mark.parametrize(
-    ("saved", "said"), [
-        (8, "over all of them: 0.636 at step 9, after 0.5 at step 8"),
-        (4, "over all of them: 0.818 at step 5, 0.714 over 8"),
-        (None, "over all of them: 1 at step 1, 1 over 8"),
+    ("saved", "still", "said"), [
+        (8, 0, "over all of them: 0.636 at step 9, after 0.5 at step 8"),
+        (4, 0, "over all of them: 0.818 at step 5, 0.714 over 8"),
+        (None, 0, "over all of them: 1 at step 1, 1 over 8"),
+        (8, 2, "over all of them: 0.667 at step 9, after 0.5 at step 8"),
     ],
 )  # fmt: skip
-def test_what_more_steps_make_of_a_learning_rate_that_falls_is_told(slurm, saved, said):
+def test_what_more_steps_make_of_a_learning_rate_that_falls_is_told(
+    slurm, monkeypatch, saved, still, said
+):
     config = read_resolved(RunPaths(slurm.run_dir).config)
+    monkeypatch.setattr(type(config), "steps_of_critic_alone", still)
     rate = {"lr": 1.0, "warmup_steps": 0, "final_lr_fraction": 0.5, "decay": "linear"}
     tree = config.model_dump(mode="json")
     tree["actor"]["optimizer"] |= rate
