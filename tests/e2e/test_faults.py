@@ -130,7 +130,7 @@ def test_the_last_evaluation_is_made_once_though_the_run_ends_and_rollout_dies_d
 
     def part():
         """Prompts that are scored of the last evaluation; none before it has begun."""
-        [*found] = (run_dir / "eval" / "heldout").glob("after-0.0.part")
+        [*found] = (run_dir / "eval" / "heldout").glob("after-2.0.part")
         return len(found[0].read_text().splitlines()) if found else 0
 
     try:
@@ -151,7 +151,7 @@ def test_the_last_evaluation_is_made_once_though_the_run_ends_and_rollout_dies_d
         assert after["progress"]["heldout_after"] is not None
         [last] = [e for e in events_of(run_dir, "rollout", "eval") if e["when"] == "after"]
         assert (last["version"], last["version_max"], last["num_samples"]) == (2, 2, 24)
-        [file] = (run_dir / "eval" / "heldout").glob("*-after-0.0.jsonl")
+        [file] = (run_dir / "eval" / "heldout").glob("*-after-2.0.jsonl")
         assert len(file.read_text().splitlines()) == 24
         steps = [event["step"] for event in events_of(run_dir, "actor", "step")]
         assert steps == [1, 2]
