@@ -34,7 +34,10 @@ class Retirement:
         self._span, self._solved = span, Solved(times)
         self._credits = CreditTail(paths, every_s=LOOK_EVERY_S)
         self._plan = PlanTail(paths, CreditTail(paths))
-        self._known_below, self._looking = 0, asyncio.Lock()
+        self._known_below = 0
+        self._finding: asyncio.Task[None] | None = None
+        """It goes on when who asked is cancelled: a look that is lost would take its records along.
+        """
 
     async def __call__(self, guid: int, row: int) -> bool:
         """Whether the group is passed over; waits until that is decided.
@@ -45,24 +48,25 @@ class Retirement:
         below = (guid // self._span - 1) * self._span
         if below <= 0:
             return False
-        if below > self._known_below:
-            async with self._looking:
-                await self._find(below)
+        while below > self._known_below:
+            if self._finding is None or self._finding.done():
+                self._finding = asyncio.create_task(self._find())
+            await asyncio.shield(self._finding)
         return self._solved.is_retired(row, below)
 
-    async def _find(self, below: int) -> None:
-        """Returns once all skips of guids under `below` are known."""
-        while below > self._known_below:
+    async def _find(self) -> None:
+        """Returns once the skips of more guids are known."""
+        while True:
             credit = self._credits.latest()
             judged = credit.judged_guid_below if credit else 0
             found = None
-            if judged >= below:
+            if judged > self._known_below:
                 found = await asyncio.to_thread(self._plan.look)
-            if found is None:  # or a trainer has just begun
-                await asyncio.sleep(LOOK_EVERY_S)
-                continue
-            self._solved.add(record for _, record in found)
-            self._known_below = judged
+            if found is not None:  # else a trainer has just begun
+                self._solved.add(record for _, record in found)
+                self._known_below = judged
+                return
+            await asyncio.sleep(LOOK_EVERY_S)
 
 
 class Solved:

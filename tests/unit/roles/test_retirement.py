@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import threading
+from types import SimpleNamespace
 
 import pytest
 from episode_fakes import Board, answer, episodes
@@ -9,7 +11,7 @@ from role_fakes import Events, config
 
 from relax_hpc.bus import follower, layout, plan, staleness
 from relax_hpc.bus.audit import audit
-from relax_hpc.bus.credits import CreditTail
+from relax_hpc.bus.credits import Credit, CreditTail
 from relax_hpc.bus.plan import SkippedGroup, read_chain
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.sequencer import Sequencer
@@ -174,6 +176,64 @@ def test_groups_count_that_were_sampled_and_solved_and_lie_in_front():
     assert retired(20, 2) == {5}
     assert retired(21, 2) == {5, 6}
     assert retired(20, 1) == {5, 6, 7, 8, 9}
+
+
+class Plan:
+    """Row 5 is solved by guid 3; a look takes as long as somebody holds it up."""
+
+    def __init__(self):
+        self.begun, self.goes_on, self.looks = threading.Event(), threading.Event(), 0
+        self._left = [(1, SkippedGroup(3, "u", 2, 1, 5, solved=True, reward=1.0))]
+
+    def look(self):
+        self.looks += 1
+        self.begun.set()
+        assert self.goes_on.wait(10)
+        found, self._left = self._left, []
+        return found
+
+
+def judged_below(tmp_path, monkeypatch, *guids):
+    """Decides by groups of 8; a look at the credits has the next of the guids, then the last."""
+    monkeypatch.setattr(retirement, "LOOK_EVERY_S", 0.002)
+    paths, left = RunPaths(tmp_path), [*guids]
+    layout.create(paths.bus, ["rollout-0"], {})
+    made = retirement.Retirement(paths.bus, 1, 8)
+    judged = lambda: left.pop(0) if len(left) > 1 else left[0]  # noqa: E731
+    made._credits = SimpleNamespace(latest=lambda: Credit(judged_guid_below=judged()))
+    made._plan = Plan()
+    return made
+
+
+def test_what_is_looked_up_is_known_though_who_asked_is_broken_off_meanwhile(tmp_path, monkeypatch):
+    decides = judged_below(tmp_path, monkeypatch, 8)
+
+    async def run():
+        first = asyncio.create_task(decides(16, 5))
+        await asyncio.to_thread(decides._plan.begun.wait, 10)
+        first.cancel()
+        await asyncio.wait([first])
+        again = asyncio.create_task(decides(16, 5))
+        await asyncio.sleep(0.01)
+        decides._plan.goes_on.set()
+        return first.cancelled(), await again
+
+    assert asyncio.run(run()) == (True, True) and decides._plan.looks == 1
+
+
+def test_an_earlier_group_does_not_wait_for_what_a_later_one_asked_first(tmp_path, monkeypatch):
+    decides = judged_below(tmp_path, monkeypatch, 0, 0, 8)
+    decides._plan.goes_on.set()
+
+    async def run():
+        later = asyncio.create_task(decides(24, 6))  # waits until all below 16 are judged
+        await asyncio.sleep(0.01)
+        found = await asyncio.wait_for(decides(16, 5), 10)
+        assert not later.done()
+        later.cancel()
+        return found
+
+    assert asyncio.run(run())
 
 
 def test_each_record_of_the_plan_is_read_once_however_long_the_run_is(tmp_path, monkeypatch):
