@@ -18,6 +18,7 @@ from relax_hpc.evaluation.statistics import (
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import finite
 from relax_hpc.rewards.answers import final_text, last_box, last_line, number, plain
+from relax_hpc.telemetry import history
 from relax_hpc.telemetry.events import FREQUENT, Event, read_events
 from relax_hpc.telemetry.tables import aligned
 
@@ -153,7 +154,7 @@ def _evaluation(
             when=when,
             version=min(versions, default=-1),
             version_max=max(tasks[rank]["version_max"] for rank in there),
-            missing_tasks=len(files) - len(there) + _untold(tasks),
+            missing_tasks=len(files) - len(there) + history.untold(tasks),
             reward_errors=sum(row.failed for row in rows),
             masked=len(rows) - len(samples),
             all=statistics(samples, ks, right=right),
@@ -163,12 +164,6 @@ def _evaluation(
         )
     except ConfigError as error:
         raise ConfigError(f"{name}, {when}: {error}") from None
-
-
-def _untold(tasks: dict[int, Event]) -> int:
-    """Tasks that have not told their share."""
-    told: int = max(event.get("tasks", 1) for event in tasks.values())
-    return max(told - len(tasks), 0)
 
 
 class _Row(NamedTuple):

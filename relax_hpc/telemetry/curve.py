@@ -19,7 +19,7 @@ _FIELDS = {
     "step": ("step", "reward/mean", "loss", "staleness/mean", "staleness/max"),
     "heldout": ("step", "loss"),
     "eval": (
-        "name", "when", "number", "rank", "headline", "version", "correct", "num_samples",
+        "name", "when", "number", "tasks", "rank", "headline", "version", "correct", "num_samples",
     ),
 }  # fmt: skip
 """Fields that are drawn, by kind of event."""

@@ -2,7 +2,7 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from relax_hpc.telemetry.events import Event
@@ -59,7 +59,7 @@ def heldout(events: Sequence[Event], *, every_set: bool = False) -> list[Heldout
             parts[event["name"], event["when"], event["number"]][event["rank"]] = event
     points = []
     for (name, when, _), by_rank in parts.items():
-        if len(by_rank) < max(e.get("tasks", 1) for e in by_rank.values()):
+        if untold(by_rank):
             continue
         if count := sum(e["num_samples"] for e in by_rank.values()):
             correct = sum(e["correct"] for e in by_rank.values())
@@ -67,6 +67,12 @@ def heldout(events: Sequence[Event], *, every_set: bool = False) -> list[Heldout
             version = min((v for e in by_rank.values() if (v := e["version"]) >= 0), default=0)
             points.append(Heldout(name, when, version, newest, correct, count))
     return sorted(points, key=lambda point: (point.version, point.time))
+
+
+def untold(by_rank: Mapping[int, Event]) -> int:
+    """Tasks that have not told their share of an evaluation, by the `eval` events of the others."""
+    tasks: int = max(event.get("tasks", 1) for event in by_rank.values())
+    return max(tasks - len(by_rank), 0)
 
 
 def heldout_losses(events: Sequence[Event]) -> list[Event]:

@@ -146,6 +146,8 @@ def test_a_score_is_that_of_the_whole_set_or_there_is_none_yet():
     assert [(p.when, p.reward) for p in history.heldout([*whole, half])] == [("before", 0.5)]
     other = evaluation("after", 9, 1, 0.0, 8, tasks=2)
     assert [p.reward for p in history.heldout([*whole, half, other])] == [0.5, 0.5]
+    drawn = curve.drawn_of([*whole, half])
+    assert [p.when for p in history.heldout(drawn)] == ["before"], "a picture, too"
 
 
 def test_an_evaluation_of_no_prompts_is_no_point():
