@@ -100,15 +100,16 @@ class Export:
 
     def end(self, *, failed: bool) -> None:
         """Sends the rest, and says that the run is over."""
-        self._update_all()
+        self.update_all()
         self._service.finish(failed=failed)
 
     def pause(self) -> None:
         """Ends the sending, and not the run."""
-        self._update_all()
+        self.update_all()
         self._service.pause()
 
-    def _update_all(self) -> None:
+    def update_all(self) -> None:
+        """Sends all that came."""
         while self.update():
             pass
 
@@ -166,8 +167,7 @@ def send(run_dir: Path, name: str, *, offline: bool, follow: bool, uri: str | No
     export = Export(paths, config, name, offline=offline)
     try:
         while follow and not states.is_over(state):
-            while export.update():
-                pass
+            export.update_all()
             time.sleep(_LOOK_S)
             state = status.job_state(run_dir)
     except KeyboardInterrupt:

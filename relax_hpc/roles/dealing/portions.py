@@ -137,29 +137,27 @@ class Batch:
         oldest = np.minimum.reduceat(index.policy_version_min.astype(np.int64), first)
         lag = step - 1 - oldest
         mixed = index.policy_version_min != index.policy_version_max
-        found = {"routing/mixed": float(mixed.mean())} if self._config.replays_routing else {}
-        return (
-            found
-            | self._means_of_parts(first)
-            | {
-                "policy_version": step,
-                "reward/mean": float(rewards[counts].mean()) if counts.any() else 0.0,
-                "reward/errors": float((index.reward_error[first] != 0).mean()),
-                "staleness/mean": float(lag.mean()),
-                "staleness/max": int(lag.max()),
-                "num_trajectories": len(index.guid),
-                "num_tokens": int(lengths_of(index).sum()),
-                "response/mean": float(index.response_len.sum() / len(first)),
-                "response/truncated": float(
-                    np.maximum.reduceat(index.finish == FinishReason.LENGTH, first).mean()
-                ),
-                "groups/solved": float(solved.mean()),
-                "groups/teaching": float(standing.spread.mean()),
-                "batch/portions": len(self._indices),
-                "batch/micro_batches": self._num_micro_batches,
-                "batch/imbalance": imbalance(self._load),
-            }
-        )
+        found = self._means_of_parts(first)
+        if self._config.replays_routing:
+            found["routing/mixed"] = float(mixed.mean())
+        return found | {
+            "policy_version": step,
+            "reward/mean": float(rewards[counts].mean()) if counts.any() else 0.0,
+            "reward/errors": float((index.reward_error[first] != 0).mean()),
+            "staleness/mean": float(lag.mean()),
+            "staleness/max": int(lag.max()),
+            "num_trajectories": len(index.guid),
+            "num_tokens": int(lengths_of(index).sum()),
+            "response/mean": float(index.response_len.sum() / len(first)),
+            "response/truncated": float(
+                np.maximum.reduceat(index.finish == FinishReason.LENGTH, first).mean()
+            ),
+            "groups/solved": float(solved.mean()),
+            "groups/teaching": float(standing.spread.mean()),
+            "batch/portions": len(self._indices),
+            "batch/micro_batches": self._num_micro_batches,
+            "batch/imbalance": imbalance(self._load),
+        }
 
     def _means_of_parts(self, first: Lengths) -> dict[str, float]:
         """Means over the episodes that have a part; `first` are the first rows of all."""
