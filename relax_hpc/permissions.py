@@ -66,11 +66,6 @@ def umask_of(folder: Path) -> int:
     return ~stat.S_IMODE(folder.stat().st_mode) & 0o777 | _WRITE_BY_OTHERS
 
 
-def is_own(found: os.stat_result) -> bool:
-    """Whether what was looked at is this user's, and nobody else may write to it."""
-    return found.st_uid == os.geteuid() and not found.st_mode & _WRITE_BY_OTHERS
-
-
 def check_own(*paths: Path) -> None:
     """Makes sure that nobody else can have put there what this process is about to run.
 

@@ -11,14 +11,13 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from relax_hpc import permissions
-
 log = logging.getLogger(__name__)
 
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 """Variable that names the folder in which torch's compiler keeps what it made."""
 _TORCHS_OWN = "torchinductor_"
 """How torch's default begins, which its children hear of, too, e.g. a job that is submitted."""
+_WRITE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 @contextmanager
@@ -72,7 +71,11 @@ def _make_ours(folder: Path) -> bool:
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and permissions.is_own(found)
+    return (
+        stat.S_ISDIR(found.st_mode)
+        and found.st_uid == os.geteuid()
+        and not found.st_mode & _WRITE_BY_OTHERS
+    )
 
 
 def _remove_leftovers(parent: Path, here: str) -> None:
