@@ -175,14 +175,16 @@ def test_a_grid_must_divide_the_model(folder, fields, layout, message):
 
 
 def test_ranks_may_share_a_key_value_head(folder):
-    megatron(job(folder, tp=4), read_architecture(folder))
+    made = megatron(job(folder, tp=4), read_architecture(folder))
+    assert (made.tensor_model_parallel_size, made.num_query_groups) == (4, 2)
 
 
 def test_stages_may_be_uneven_if_the_job_says_how(folder):
     (folder / "config.json").write_text(json.dumps(QWEN3 | {"num_hidden_layers": 3}))
     uneven = {"num_layers_in_first_pipeline_stage": 1}
     config = job(folder, layout={"pipeline_parallel": 2}, transformer=uneven)
-    megatron(config, read_architecture(folder))
+    made = megatron(config, read_architecture(folder))
+    assert (made.num_layers, made.num_layers_in_first_pipeline_stage) == (3, 1)
 
 
 @pytest.mark.parametrize(
