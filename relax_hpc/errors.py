@@ -66,6 +66,10 @@ class EngineFaultError(EngineLostError):
     """An engine answered that it failed (HTTP 5xx), or what cannot be read."""
 
 
+class DeadlyRequestError(EngineError):
+    """Engines end, one after the other, when they are asked for this."""
+
+
 class EngineUnfitError(EngineError):
     """An engine cannot run where it is to, or not as the job says: a package is missing, a setting
     is refused."""

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from relax_hpc.engines.generation import GenerationClient
 from relax_hpc.engines.leads import Computed, Leads
 from relax_hpc.engines.pool_engine import (
-    Attempts,
     Endpoint,
     EngineLoad,
     EngineState,
@@ -24,6 +23,7 @@ from relax_hpc.engines.pool_engine import (
     next_limit,
     pause_s,
 )
+from relax_hpc.engines.requests import Attempts, Request, Suspects
 from relax_hpc.engines.response import Draft, Generation, Sampling
 from relax_hpc.errors import EngineError, EngineFaultError, EngineLostError
 from relax_hpc.schema import FinishReason
@@ -34,32 +34,13 @@ _ANSWER_S = 5.0
 """Time for an engine to say its version, or how busy it is: nobody else waits longer for that."""
 _HOMES = 1 << 16
 """Episodes and prompts whose engine is remembered."""
-_LONG = 1024
-"""Tokens of a prompt that siblings wait for; with media, all do."""
-
-
-class _Request(NamedTuple):
-    """A response that is wanted, by whichever engines."""
-
-    asked: tuple[Sequence[int], int, Sampling]
-    """Prompt, seed, and how."""
-    min_version: int
-    homes: Sequence[Hashable]
-    """Keys of its prefixes: requests with a key in common have a prefix in common."""
-
-    @property
-    def prefix(self) -> Hashable | None:
-        """The key of what its siblings wait for, if that takes an engine long."""
-        prompt, _, how = self.asked
-        is_long = how.view is not None or len(prompt) >= _LONG
-        return self.homes[-1] if self.homes and is_long else None
 
 
 class _Waiting(NamedTuple):
     """A place in the queue for room."""
 
     rid: str
-    request: _Request
+    request: Request
     attempts: Attempts
     granted: "asyncio.Future[PoolEngine]"
 
@@ -85,7 +66,7 @@ class Pool:
         self._engines: dict[tuple[str, str], PoolEngine] = {}
         self._homes: OrderedDict[Hashable, PoolEngine] = OrderedDict()
         self._queue: deque[_Waiting] = deque()
-        self._leads = Leads(self._homes.__contains__)
+        self._leads, self._suspects = Leads(self._homes.__contains__), Suspects()
         self._name, self._numbers = uuid.uuid4().hex, itertools.count()
         """Make the rids, which no other pool of an engine has."""
         self._chores = set[asyncio.Task[None]]()
@@ -192,15 +173,20 @@ class Pool:
             draft: what there is already; it grows while the response arrives.
 
         Raises:
+            DeadlyRequestError: engines end with it.
             EngineError: refused, or got nowhere for `patience_s` or `MOST_FAULTS` times in a row.
         """
         draft, since = Draft() if draft is None else draft, time.monotonic()
         attempts = Attempts()
-        request = _Request((prompt, seed, sampling), min_version, homes)
+        request = Request((prompt, seed, sampling), min_version, homes)
         while True:
             held = len(draft.token_ids)
-            async with self._leads.turn(request.prefix) as computed:
-                done = await self._try(request, draft, since, computed, attempts)
+            async with (
+                self._suspects.turn(request, draft, attempts) as cleared,
+                self._leads.turn(request.prefix) as computed,
+            ):
+                since = time.monotonic() if attempts.alone else since  # it may have waited long
+                done = await self._try(request, draft, since, (cleared, computed), attempts)
             if done is not None:
                 return done
             if len(draft.token_ids) >= sampling.max_new_tokens:
@@ -214,10 +200,10 @@ class Pool:
 
     async def _try(
         self,
-        request: _Request,
+        request: Request,
         draft: Draft,
         since: float,
-        computed: Computed,
+        begun: Sequence[Computed],
         attempts: Attempts,
     ) -> Generation | None:
         """Samples what one engine gives. Returns None, and notes why, if that is not all of it."""
@@ -227,15 +213,26 @@ class Pool:
         if engine is None:
             waiting = self._line_up(rid, request, attempts, first=bool(draft.token_ids))
             engine = await self._wait(waiting, since)
+
+        def computed() -> None:
+            for tell in begun:
+                tell()
+
+        was_there = False
         try:
+            self._suspects.refuse(request, draft)
             if not engine.is_known():
                 await self._look(engine)
+            was_there = engine.usable
             done = await engine.client.sample(
                 *request.asked, version=engine.version, draft=draft, rid=rid, computed=computed
             )
         except EngineLostError as error:
             self._failed(engine, error)
-            attempts.note(engine if isinstance(error, EngineFaultError) else None, str(error))
+            if isinstance(error, EngineFaultError):
+                attempts.note_fault(engine, str(error))
+            else:
+                attempts.note_loss(engine, was_there=was_there)
             return None
         finally:
             engine.in_flight.discard(rid)
@@ -243,10 +240,10 @@ class Pool:
         engine.failures = 0
         if done.finish is not FinishReason.ABORT:
             return done
-        attempts.note(engine, f"{engine.endpoint.url}: aborted")
+        attempts.note_fault(engine, f"{engine.endpoint.url}: aborted")
         return None
 
-    def _line_up(self, rid: str, request: _Request, attempts: Attempts, *, first: bool) -> _Waiting:
+    def _line_up(self, rid: str, request: Request, attempts: Attempts, *, first: bool) -> _Waiting:
         """Takes a place in the queue; who has something to lose goes first."""
         granted: asyncio.Future[PoolEngine] = asyncio.get_running_loop().create_future()
         waiting = _Waiting(rid, request, attempts, granted)
@@ -287,9 +284,9 @@ class Pool:
         finally:
             self._queue.extendleft(reversed(kept))
 
-    def _choose(self, rid: str, request: _Request, attempts: Attempts) -> PoolEngine | None:
+    def _choose(self, rid: str, request: Request, attempts: Attempts) -> PoolEngine | None:
         """Gives a place in an engine to a request, if there is one."""
-        homes, failed = request.homes, attempts.by
+        homes, failed = request.homes, attempts.by | attempts.lost
         for home in homes:
             best = self._homes.get(home)
             if best is not None and best not in failed and best.takes(request.min_version):

@@ -2,15 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from relax_hpc.engines.generation import GenerationClient
 from relax_hpc.engines.response import Counts, Load
 
-MOST_FAULTS = 16
-"""Answers without a token that a sample may get in a row, which takes a minute."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _VERSION_AGE_S = 0.05
 """Age up to which what is known of an engine's version is believed."""
@@ -80,36 +77,6 @@ class PoolEngine:
     def takes(self, min_version: int) -> bool:
         has_room = not self.rests and len(self.in_flight) < self.limit
         return self.usable and has_room and self.version >= max(min_version, 0)
-
-
-class Attempts:
-    """The attempts in a row to sample something that brought no token of it."""
-
-    def __init__(self) -> None:
-        self._number, self._faults, self._why = 0, 0, ""
-        self.by = set[PoolEngine]()
-        """Engines that failed, which are asked again where no other has room."""
-
-    def note(self, engine: PoolEngine | None, why: str) -> None:
-        """Takes one more; `engine` is who answered that it failed, or broke off by itself."""
-        self._number += 1
-        if engine is not None:
-            self._faults, self._why = self._faults + 1, why
-            self.by.add(engine)
-
-    @property
-    def pause_s(self) -> float:
-        """Seconds until the next one."""
-        return pause_s(self._number - 1)
-
-    def are_enough(self, serving: Collection[PoolEngine]) -> bool:
-        """Whether no other engine is worth another one: several have failed, or all there are."""
-        several = len(self.by) > 1 or (bool(serving) and self.by.issuperset(serving))
-        return several and self._faults >= MOST_FAULTS
-
-    def __str__(self) -> str:
-        engines = sorted({engine.endpoint.id for engine in self.by})
-        return f"{self._why}; no token in {self._faults} answers of {', '.join(engines)}"
 
 
 def pause_s(failures: int) -> float:

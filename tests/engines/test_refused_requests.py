@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from relax_hpc.engines import pool_engine
+from relax_hpc.engines import pool_engine, requests
 from relax_hpc.engines.generation import GenerationClient
 from relax_hpc.engines.pool import Pool
 from relax_hpc.engines.pool_engine import Endpoint
@@ -99,7 +99,7 @@ def test_a_request_that_engines_fail_at_ends_while_others_go_on_and_says_why(siz
     names = ", ".join(f"e{number}" for number in range(size))
     assert "/generate: HTTP 500: CUDA error: of this prompt" in said
     assert said.endswith(f"no token in 16 answers of {names}")
-    assert sum(len(engine.times(POISON)) for engine in engines) == pool_engine.MOST_FAULTS
+    assert sum(len(engine.times(POISON)) for engine in engines) == requests.MOST_FAULTS
 
 
 def test_an_engine_that_fails_at_everything_is_not_asked_for_ever():
@@ -118,7 +118,7 @@ def test_an_engine_that_fails_at_everything_is_not_asked_for_ever():
 
 def test_one_engine_that_fails_is_not_the_fault_of_a_request_that_others_may_take(monkeypatch):
     """The other one is full, and comes back later; what is sampled counts anew."""
-    monkeypatch.setattr(pool_engine, "MOST_FAULTS", 3)
+    monkeypatch.setattr(requests, "MOST_FAULTS", 3)
     bad, good = Engine(lambda _: 500), Engine(done)
 
     async def run():

@@ -13,10 +13,11 @@ from roles.role_fakes import config
 from relax_hpc.environments import registry
 from relax_hpc.environments.base import Outcome
 from relax_hpc.environments.record import Record
-from relax_hpc.errors import ConfigError, EngineLostError, RewardError
+from relax_hpc.errors import ConfigError, DeadlyRequestError, EngineLostError, RewardError
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.rewards.contract import Score
-from relax_hpc.roles.rollout.episodes import Episodes, Grouper
+from relax_hpc.roles.rollout.episodes import Episodes, Grouper, rows_of
+from relax_hpc.schema import FinishReason
 
 PROMPT = Prompt(0, [1], "7", [{"role": "user", "content": "1"}], where="p.jsonl:7")
 
@@ -65,6 +66,30 @@ def test_an_episode_that_raises_has_its_reason_and_line_and_its_siblings_their_r
     assert failed.metrics == {}
     assert (right.score, right.metrics) == (Score(1.0, {"right": 1.0}), {"turns": 2.0})
     assert (scored.score.value, scored.score.error) == (0.25, None)
+
+
+def test_a_request_that_engines_end_with_is_an_error_of_that_sample_and_no_end_of_the_run():
+    """Whatever the environment makes of it, and though only a part of the response had come."""
+
+    class Deadly(Engine):
+        async def sample(self, given, draft, how, *, seed, homes):
+            if seed == 1:
+                answer(draft, [5], [-1.0], [(0, 0)])
+                raise DeadlyRequestError("3 engines ended")
+            return await super().sample(given, draft, how, seed=seed, homes=homes)
+
+    async def rollout(session, number):
+        try:
+            await session.chat()
+        except RuntimeError as error:
+            raise ValueError from error
+        return Outcome()
+
+    fine, deadly = played(rollout, engine=Deadly())
+    assert (fine.score.value, fine.score.error) == (0.25, None)
+    assert deadly.score.error == "engines: 3 engines ended"
+    (row,) = rows_of(3, 1, PROMPT, 1, deadly)
+    assert (row.finish, row.loss_mask.tolist()) == (FinishReason.ABORT, [0, 1])
 
 
 @pytest.mark.parametrize(

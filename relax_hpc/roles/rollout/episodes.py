@@ -21,7 +21,7 @@ from relax_hpc.environments.base import Environment, Outcome
 from relax_hpc.environments.record import Call, Record, sequences
 from relax_hpc.environments.session import Sampler, Session
 from relax_hpc.environments.turn_media import TurnMedia
-from relax_hpc.errors import EngineError, RelaxError, shown
+from relax_hpc.errors import DeadlyRequestError, EngineError, RelaxError, shown
 from relax_hpc.media.workers import MediaWorkers
 from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.media_tokens import MediaTokens
@@ -150,6 +150,8 @@ class Episodes:
             return _played(await self._environment.rollout(prompt, session))
         except Exception as error:
             failure = session.failure or error  # of engines, whatever became of it on the way
+            if isinstance(failure, DeadlyRequestError):
+                return _Played(failed(f"engines: {failure}"))
             if isinstance(failure, EngineError):
                 where = f"{prompt.where}, group {_name_of(group)}"
                 raise type(failure)(f"{where}: {failure}") from error
