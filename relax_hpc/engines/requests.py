@@ -77,7 +77,7 @@ class Attempts:
 
     @property
     def ended(self) -> list[PoolEngine]:
-        """Those of the lost ones that are gone by now, by their ids and starts."""
+        """Lost engines that are gone by now, by ids and starts."""
         return sorted((e for e in self.lost if e.state == "lost"), key=lambda e: e.endpoint)
 
     @property
@@ -101,14 +101,14 @@ class Suspects:
     def __init__(self) -> None:
         self._one = asyncio.Lock()
         self._deadly = dict[Hashable, str]()
-        """What was found of prompts: siblings need not end further engines."""
+        """Findings of requests by name: siblings need not end further engines."""
 
     @asynccontextmanager
     async def turn(
         self, request: Request, draft: Draft, attempts: Attempts
     ) -> AsyncIterator[Computed]:
-        """Waits while another suspect is under way, if this request is one. What this yields gives
-        way to the next: it is called once a token has come, and at the end of the block.
+        """Waits while another suspect is under way, if this request is one; yields what gives way
+        to the next, to be called once a token has come. The end of the block does so, too.
 
         Args:
             request: that is to be asked for.
@@ -157,5 +157,5 @@ class Suspects:
 
 
 def _asked(request: Request, draft: Draft) -> Hashable:
-    """What engines are given: likewise of siblings that have the same tokens."""
+    """Names what engines are given: siblings that have the same tokens have the same name."""
     return request.group, (*request.asked[0], *draft.token_ids)
