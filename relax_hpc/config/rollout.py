@@ -1,23 +1,56 @@
 """Sampling, and the way of new weights to the engines."""
 
-from typing import Annotated, Any, Literal
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
-from relax_hpc.sections import Bytes, NonNegative, Number, Positive, Section
+from relax_hpc.sections import Bytes, NonNegative, Number, Positive, Section, UserPath
 
 FP8_BLOCK = 128
 """Rows and columns of a weight that share a scale."""
 TOWERS = ["visual", "audio_tower"]
 """Modules that see or hear, which engines keep in 16 bits."""
+PLACES = ("task", "outcome")
+"""Names in braces for which a word of a program's command has the path of a file."""
+_PLACE = re.compile(r"(?<!\$)\{([a-z_]+)\}")
 Transport = Literal["collective", "files"]
 StopTexts = list[Annotated[str, Field(min_length=1)]]
 
 
+class ProgramConfig(Section):
+    """An agent that is a program of its own."""
+
+    command: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+    """The program and its arguments, a word each. {task} stands for a JSON file with the prompt,
+    {outcome} for one that it may write rewards and metrics to; both are of the episode. Its
+    variables OPENAI_BASE_URL and OPENAI_API_KEY say how it asks the policy."""
+    folder: UserPath = Path()
+    """Folder that it is started in; paths in `command` count from there."""
+    timeout_s: Positive = 1800
+    """Seconds that it may take for an episode, without those in which it waits for the policy;
+    then it is ended, and the episode has failed."""
+
+    @field_validator("command")
+    @classmethod
+    def _places_are_known(cls, command: list[str]) -> list[str]:
+        asked = [name for word in command for name in _PLACE.findall(word)]
+        for name in asked:
+            if name not in PLACES:
+                raise ValueError(f"{{{name}}} stands for nothing; there are {{task}}, {{outcome}}")
+        if "task" not in asked:
+            raise ValueError("nobody tells the program its prompt; add a word {task}")
+        return command
+
+
 class RolloutConfig(Section):
     environment: str = "single_turn"
-    """Kind of an episode: single_turn asks the prompt once. Others by the place of their class:
-    "file.py:Class" or "package.module:Class"."""
+    """Kind of an episode: single_turn asks the prompt once, program starts the agent of
+    `rollout.program`. Others by the place of their class: "file.py:Class" or
+    "package.module:Class"."""
+    program: ProgramConfig | None = None
+    """Agent that talks to the policy over OpenAI's chat API."""
     samples_per_prompt: Positive = 8
     """G, the siblings of a prompt group."""
     temperature: Annotated[Number, Field(gt=0)] = 1.0
@@ -41,6 +74,21 @@ class RolloutConfig(Section):
     """Record which experts each token went to, in the bus column ragged/routed_experts, and train
     it with the same (routing replay); needs a mixture of experts, and `engines.rollout.kind`
     sglang, and no `stop`. Unset is true where there are these."""
+
+    @model_validator(mode="after")
+    def _program_is_there(self) -> Self:
+        is_asked, is_there = self.environment == "program", self.program is not None
+        if is_asked and not is_there:
+            raise ValueError(
+                "has no table [rollout.program], which environment = 'program' starts; add one "
+                "with its command"
+            )
+        if is_there and not is_asked:
+            raise ValueError(
+                f"environment = {self.environment!r} starts no program; use 'program', or remove "
+                "[rollout.program]"
+            )
+        return self
 
 
 class WeightsConfig(Section):

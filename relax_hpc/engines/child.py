@@ -169,6 +169,11 @@ class EngineProcess:
             return False
 
 
+def without_mpi(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns what a program is given that is no MPI rank, though its owner is one."""
+    return {k: v for k, v in environment.items() if not k.startswith(_FOREIGN)}
+
+
 def _whereabouts(pid: int, log: int) -> str:
     known = facts(pid)
     if known is None:
@@ -184,7 +189,7 @@ def spawn(argv: list[str], log_path: Path, environment: Mapping[str, str]) -> En
 
     Whatever is left of the session when this process has died, a reaper ends.
     """
-    env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)} | dict(environment)
+    env = without_mpi(os.environ) | dict(environment)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     # Ours, whatever an engine may say: it knows a token.
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

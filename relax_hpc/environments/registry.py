@@ -4,27 +4,29 @@ import inspect
 from collections.abc import Callable
 
 from relax_hpc import user_files
+from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.environments.base import Environment
+from relax_hpc.environments.program import Program
 from relax_hpc.environments.single_turn import SingleTurn
 from relax_hpc.errors import ConfigError
 
-ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
-    "single_turn": SingleTurn,
+ENVIRONMENTS: dict[str, Callable[[RolloutConfig], Environment]] = {
+    "single_turn": lambda _: SingleTurn(),
+    "program": lambda config: Program(config.program),
 }
 
 
-def make(name: str) -> Environment:
-    """The environment that `rollout.environment` names.
-
-    Args:
-        name: in the table above, or "folder/file.py:Class", or "package.module:Class".
+def make(config: RolloutConfig) -> Environment:
+    """The environment that `rollout.environment` names: in the table above, or
+    "folder/file.py:Class", or "package.module:Class".
 
     Raises:
         ConfigError: there is none, or it cannot be made.
     """
+    name = config.environment
     key = f"rollout.environment = {name!r}"
     if name in ENVIRONMENTS:
-        return ENVIRONMENTS[name]()
+        return ENVIRONMENTS[name](config)
     if ":" not in name:
         raise ConfigError(
             f"{key}: no such environment; use {', '.join(ENVIRONMENTS)}, or name a class: "

@@ -15,6 +15,9 @@ from relax_hpc.prompts.template import Message
 from relax_hpc.sampling.how import How
 from relax_hpc.schema import FinishReason
 
+Tools = Sequence[Message] | None
+"""Tools as a chat template takes them."""
+
 
 class Sampler(Protocol):
     """The part of inference engines that an episode needs."""
@@ -43,7 +46,7 @@ class Sampler(Protocol):
 class Reply:
     """An answer of the policy."""
 
-    __slots__ = ("_conversation", "_given", "_text", "asked", "before", "call")
+    __slots__ = ("_conversation", "_given", "_text", "asked", "before", "call", "tools")
 
     def __init__(
         self,
@@ -52,10 +55,11 @@ class Reply:
         asked: Sequence[Message],
         given: Given,
         before: "Reply | None",
+        tools: Tools = None,
     ) -> None:
-        """`asked` is what it answers, in tokens `given`, `before` the reply before it."""
+        """`asked` is what it answers, in tokens `given` with `tools`, `before` the reply before."""
         self.call, self._conversation, self._given = call, conversation, given
-        self.asked, self.before = asked, before
+        self.asked, self.before, self.tools = asked, before, tools
         self._text: str | None = None
 
     @property
@@ -93,17 +97,17 @@ class Session:
     """
 
     __slots__ = (
-        "_conversation",
         "_homes",
-        "_how",
         "_num_calls",
-        "_prompt",
         "_record",
         "_reply",
         "_sampler",
         "_seed",
         "_turn_media",
+        "conversation",
         "failure",
+        "how",
+        "prompt",
     )
 
     def __init__(
@@ -130,8 +134,8 @@ class Session:
             seed: of the first call; those of the others follow from it.
             turn_media: takes media that the environment adds; None of a model of text.
         """
-        self._prompt, self._record, self._sampler = prompt, record, sampler
-        self._conversation, self._how, self._seed = conversation, how, seed
+        self.prompt, self._record, self._sampler = prompt, record, sampler
+        self.conversation, self.how, self._seed = conversation, how, seed
         self._homes = episode, group
         self._turn_media = turn_media
         self._reply: Reply | None = None
@@ -143,7 +147,7 @@ class Session:
     @property
     def messages(self) -> list[Message]:
         """The conversation so far, the newest reply included."""
-        return self._reply.messages if self._reply else list(self._prompt.messages)
+        return self._reply.messages if self._reply else list(self.prompt.messages)
 
     @property
     def seed(self) -> int:
@@ -157,6 +161,7 @@ class Session:
         max_new_tokens: int | None = None,
         ignore_eos: bool = False,
         stop: Sequence[str] | None = None,
+        tools: Tools = None,
     ) -> Reply:
         """Samples the policy's next message.
 
@@ -173,13 +178,16 @@ class Session:
             ignore_eos: nothing but this limit ends the reply, and `stop` if it is given.
             stop: texts that end the reply, which keeps them, e.g. ["</search>"]; None are the
                 run's. With routing replay, experts of what they end are not on record.
+            tools: that the template tells the policy of; None are the prompt's. Others than a
+                reply was given with begin a sequence of their own.
 
         Returns:
             The reply; without a token, and finished by LENGTH, where the conversation is as long
             as it may become.
         """
-        asked = self._prompt.messages if messages is None else list(messages)
-        found, how = await self._given(asked), self._how
+        asked = self.prompt.messages if messages is None else list(messages)
+        tools = self.prompt.tools if tools is None else tools or None
+        found, how = await self._given(asked, tools), self.how
         given = found.token_ids
         left = min(max_new_tokens or how.max_new_tokens, how.max_tokens - len(given))
         call = self._begin(found) if left > 0 else _call(found, FinishReason.LENGTH)
@@ -195,16 +203,16 @@ class Session:
             )
             done = await self._sample(call, how)
             call.finish, call.routed_experts = done.finish, done.routed_experts
-        self._reply = Reply(call, self._conversation, asked, found, self._reply)
+        self._reply = Reply(call, self.conversation, asked, found, self._reply, tools)
         return self._reply
 
     def _end(self, stop: Sequence[str] | None, *, ignore_eos: bool) -> End | None:
         if stop is None:
-            return None if ignore_eos else self._how.end
+            return None if ignore_eos else self.how.end
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
-            where = f"{self._prompt.where}: an environment"
+            where = f"{self.prompt.where}: an environment"
             raise RelaxError(f"{where} says stop = {stop!r}; give a list of texts, none empty")
-        return self._conversation.stop(stop)
+        return self.conversation.stop(stop)
 
     async def _sample(self, call: Call, how: How) -> Generation:
         seed = seed_of_call(self._seed, self._num_calls - 1)
@@ -218,33 +226,31 @@ class Session:
         self.failure = None
         return done
 
-    async def _given(self, asked: list[Message]) -> Given:
+    async def _given(self, asked: list[Message], tools: Tools) -> Given:
         """The tokens of a conversation that the policy is to go on with."""
-        prompt, reply = self._prompt, self._reply
+        prompt, reply = self.prompt, self._reply
         while reply:
-            known = len(reply.asked) + 1
-            if len(asked) >= known and asked[:known] == reply.messages:
+            known, is_same = len(reply.asked) + 1, reply.tools == tools
+            if is_same and len(asked) >= known and asked[:known] == reply.messages:
                 shown = prompt.where, plain(asked), known, reply.call.token_ids
-                rest = self._conversation.following(*shown, prompt.tools, prompt.template_args)
+                rest = self.conversation.following(*shown, tools, prompt.template_args)
                 if rest is not None:
                     return await self._going_on(reply.known, asked[known:], rest)
             reply = reply.before
-        if asked == prompt.messages:
+        if asked == prompt.messages and tools == prompt.tools:
             return Given(prompt.token_ids, prompt.media, prompt.view)
         self._refuse_media(asked, "in a history that it wrote anew; go on from a reply")
-        return Given(
-            self._conversation.encode(prompt.where, asked, prompt.tools, prompt.template_args)
-        )
+        return Given(self.conversation.encode(prompt.where, asked, tools, prompt.template_args))
 
     async def _going_on(self, before: Given, new: list[Message], text: str) -> Given:
         if self._turn_media is None:
             self._refuse_media(new, "to a model that reads text only; use one that takes them")
-            return before.going_on(self._conversation.plain(text) if text else [])
-        return await self._turn_media.added(before, self._prompt.where, new, text)
+            return before.going_on(self.conversation.plain(text) if text else [])
+        return await self._turn_media.added(before, self.prompt.where, new, text)
 
     def _refuse_media(self, messages: Sequence[Message], where: str) -> None:
         if any(not isinstance(message["content"], str) for message in messages):
-            raise RelaxError(f"{self._prompt.where}: an environment shows media {where}")
+            raise RelaxError(f"{self.prompt.where}: an environment shows media {where}")
 
     def _begin(self, given: Given) -> Call:
         """The call of these tokens: the record's next one, if it is of them, or a new one."""

@@ -16,6 +16,7 @@ from relax_hpc import permissions
 from relax_hpc.bus import layout
 from relax_hpc.config import programs
 from relax_hpc.config.prompts import PromptsConfig
+from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftConfig, SftRunConfig
 from relax_hpc.errors import ConfigError, LaunchError, RelaxError
@@ -183,8 +184,7 @@ def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
         "resources": profiles.load(profile).shared(config.resources),
     }
     if isinstance(config, RunConfig):
-        environment = absolute_place(config.rollout.environment)
-        rollout = config.rollout.model_copy(update={"environment": environment})
+        rollout = _rollout_found_anywhere(config.rollout)
         resolved["engines"] = {
             name: pool.model_copy(update={"model": pool.model and pool.model.absolute()})
             for name, pool in config.engines.items()
@@ -241,6 +241,14 @@ def _found_anywhere(prompts: PromptsConfig) -> PromptsConfig:
     folder = prompts.media.folder and prompts.media.folder.absolute()
     media = prompts.media.model_copy(update={"folder": folder} if folder else {})
     return prompts.model_copy(update={"train": train, "sources": sources, "media": media})
+
+
+def _rollout_found_anywhere(rollout: RolloutConfig) -> RolloutConfig:
+    program = rollout.program
+    if program is not None:
+        program = program.model_copy(update={"folder": program.folder.absolute()})
+    environment = absolute_place(rollout.environment)
+    return rollout.model_copy(update={"environment": environment, "program": program})
 
 
 def _with_absolute_paths(section: SftConfig) -> Section:

@@ -46,6 +46,10 @@ class Conversation:
 
         return StopTexts(decode, texts) if texts else None
 
+    def reads(self, name: str) -> bool:
+        """Whether the template has a use for a field of messages, or an argument, of this name."""
+        return self._template is not None and name in self._template.text
+
     def plain(self, text: str) -> list[int]:
         """Token ids of a text as it is; special tokens in it are what they say."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)

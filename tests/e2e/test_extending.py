@@ -1,24 +1,40 @@
 """The files of docs/extending.md run as they stand there."""
 
 import json
+import os
 import re
+import signal
 import tomllib
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from e2e_runs import REPOSITORY, cli, events_of, is_over, planned, wait_until
+from e2e_runs import (
+    REPOSITORY,
+    cli,
+    events_of,
+    every_prompt_once,
+    has_done,
+    is_over,
+    planned,
+    wait_until,
+)
 
 from relax_hpc import job_file
 from relax_hpc.algorithms.composition import objective_of
 from relax_hpc.algorithms.part import Rows
+from relax_hpc.bus.plan import read_chain
+from relax_hpc.bus.reader import Reader
+from relax_hpc.paths import RunPaths
 
 pytestmark = pytest.mark.long
 
 PAGE = (REPOSITORY / "docs" / "extending.md").read_text()
 STEPS, PROMPTS, SIBLINGS = 2, 4, 4
+OF_AN_AGENT = "An agent that speaks the chat API"
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +46,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-def said_in_the_job():
+def said_in_the_job(of_an_agent=False):
+    """The tables of the page: those of an agent, or the others."""
     tables = {}
-    for block in re.findall(r"^```toml\n(.*?)^```", PAGE, re.M | re.S):
-        tables |= tomllib.loads(block)
+    for section in PAGE.split("\n## "):
+        if section.startswith(OF_AN_AGENT) == of_an_agent:
+            for block in re.findall(r"^```toml\n(.*?)^```", section, re.M | re.S):
+                tables |= tomllib.loads(block)
     return tables
 
 
@@ -56,7 +75,7 @@ def test_a_reward_an_environment_and_a_source_of_data_are_one_file_each(folder, 
     assert "own" in cli("check", job, "--local", *own)
     said = cli("submit", job, "--local", *own)
     run_dir = Path(re.search(r"^run directory: (.*)$", said, re.MULTILINE)[1])
-    kept = [path for path in folder.glob("*.py") if "shaped" not in path.name]
+    kept = [path for path in folder.glob("*.py") if path.stem not in ("agent", "shaped")]
     for path in kept:  # the run goes on with what it began with
         path.write_text("raise RuntimeError('changed meanwhile')\n")
     assert wait_until(run_dir, is_over, 300)["state"] == "COMPLETED"
@@ -67,6 +86,59 @@ def test_a_reward_an_environment_and_a_source_of_data_are_one_file_each(folder, 
         parts = shard["parts/right"] + shard["parts/length"]
         assert shard["reward/mean"] == pytest.approx(parts)
         assert -0.01 * 16 <= shard["parts/length"] <= -0.01 * 9, r"\boxed{47}, the last reply alone"
+
+
+def test_an_agent_is_a_program_and_what_it_was_told_is_trained_on_once_though_rollout_is_killed(
+    folder, tiny, monkeypatch
+):
+    monkeypatch.chdir(folder)
+    steps, mine = 4, said_in_the_job(of_an_agent=True)["rollout"]
+    settings = {
+        "name": "agent", "run_root": folder, "rollout.environment": mine["environment"],
+        "rollout.program.command": json.dumps(mine["program"]["command"]),
+        "rollout.program.timeout_s": mine["program"]["timeout_s"],
+        "model.path": tiny / "model", "prompts.train": f"{tiny}/train.jsonl[0:512]",
+        "eval.heldout.path": tiny / "heldout.jsonl", "eval.heldout.num_prompts": 4,
+        "eval.heldout.every": 0, "schedule.num_steps": steps, "actor.save_every": 2,
+        "schedule.prompts_per_step": PROMPTS, "rollout.samples_per_prompt": SIBLINGS,
+        "rollout.groups_per_shard": 2, "bus.keep_steps": steps,
+        "engines.rollout.max_running_requests": 16,
+    }  # fmt: skip
+    job, own = REPOSITORY / "jobs" / "demo.toml", [f"--set={k}={v}" for k, v in settings.items()]
+    assert "agent" in cli("check", job, "--local", *own)
+    run_dir = Path(
+        re.search(r"^run directory: (.*)$", cli("submit", job, "--local", *own), re.M)[1]
+    )
+    try:
+        wait_until(run_dir, has_done(1), 100)
+        os.kill(events_of(run_dir, "rollout", "engine")[-1]["pid"], signal.SIGKILL)
+        after = wait_until(run_dir, is_over, 200)
+    finally:
+        cli("cancel", run_dir)
+    assert after["state"] == "COMPLETED" and len(events_of(run_dir, "rollout", "start")) == 2
+    count = after["progress"]["trajectories"]
+    assert count["committed"] == count["trained"] == steps * PROMPTS * SIBLINGS
+    assert count["trained_twice"] == 0 and set(count["dropped"].values()) == {0}
+    assert planned(run_dir) == every_prompt_once(steps, PROMPTS)
+    assert all(1 <= shard["rollout/turns"] <= 2 for shard in events_of(run_dir, event="shard"))
+    rows = rows_of(run_dir)
+    assert {row.reward for row in rows} <= {0, 0.5, 1} and not any(r.reward_error for r in rows)
+    turns = [row.turns[:, 1].tolist() for row in rows]
+    assert [0, 1, 2, 1] in turns and all(each in ([0, 1], [0, 1, 2, 1]) for each in turns)
+    for row in rows:
+        sizes = np.diff([*row.turns[:, 0], len(row.token_ids)])
+        np.testing.assert_array_equal(row.loss_mask, np.repeat(row.turns[:, 1] == 1, sizes))
+        assert (row.columns["rollout_logprobs"][row.loss_mask == 0] == 0).all()
+
+
+def rows_of(run_dir):
+    paths = RunPaths(run_dir).bus
+    with closing(Reader(paths)) as reader:
+        return [
+            row
+            for record in read_chain(paths).steps
+            for row in reader.rows(record, range(record.num_trajectories))
+        ]
 
 
 class Packed(SimpleNamespace):

@@ -10,6 +10,7 @@ from relax_hpc.bench.modes import figures, jobs
 from relax_hpc.bench.modes.figures import Figures
 from relax_hpc.bench.modes.jobs import Mode, Work
 from relax_hpc.bench.modes.long_tail import Lengths
+from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.environments import registry
 from relax_hpc.errors import ConfigError
 
@@ -58,7 +59,7 @@ def test_lengths_that_no_distribution_has_are_refused(p99, tmp_path):
 
 def test_the_environment_that_is_written_has_the_lengths(tmp_path):
     name = LENGTHS.write(tmp_path)
-    assert registry.make(name).lengths == LENGTHS
+    assert registry.make(RolloutConfig(environment=name)).lengths == LENGTHS
     assert runpy.run_path(str(tmp_path / "lengths.py"))["Drawn"].lengths == LENGTHS
 
 

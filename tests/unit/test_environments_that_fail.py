@@ -10,6 +10,7 @@ import pytest
 from episode_fakes import Numbers, Prompts, answer, episodes
 from roles.role_fakes import config
 
+from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.environments import registry
 from relax_hpc.environments.base import Outcome
 from relax_hpc.environments.record import Record
@@ -201,4 +202,4 @@ def test_an_environment_that_cannot_be_played_is_refused(tmp_path, monkeypatch, 
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "mine.py").write_text(f"class Mine:\n    {text}\n")
     with pytest.raises(ConfigError, match=re.escape(said)):
-        registry.make(f"{tmp_path}/mine.py:Mine")
+        registry.make(RolloutConfig(environment=f"{tmp_path}/mine.py:Mine"))

@@ -9,6 +9,7 @@ from episode_fakes import Prompts, answer, episodes
 from roles.role_fakes import config
 
 from relax_hpc.bus.shards.encode import to_columns
+from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.demo import checkpoint
 from relax_hpc.engines.response import Draft
 from relax_hpc.environments import registry
@@ -387,12 +388,16 @@ def test_a_cancelled_group_is_kept_and_a_finished_one_is_not(tokens):
 
 def test_an_environment_is_named_or_found_by_its_place(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert isinstance(registry.make("single_turn"), SingleTurn)
+
+    def made(name):
+        return registry.make(RolloutConfig(environment=name))
+
+    assert isinstance(made("single_turn"), SingleTurn)
     path = tmp_path / "mine.py"
     (tmp_path / "beside_mine.py").write_text("async def rollout(self, prompt, session): ...\n")
     path.write_text("import beside_mine\nclass Mine:\n    rollout = beside_mine.rollout\n")
-    assert type(registry.make(f"{path}:Mine")).__name__ == "Mine"
-    found = registry.make("relax_hpc.environments.single_turn:SingleTurn")
+    assert type(made(f"{path}:Mine")).__name__ == "Mine"
+    found = made("relax_hpc.environments.single_turn:SingleTurn")
     assert isinstance(found, SingleTurn)
     for name, said in {
         "single": "no such environment; use single_turn",
@@ -402,4 +407,4 @@ def test_an_environment_is_named_or_found_by_its_place(tmp_path, monkeypatch):
         "builtins:dict": "has no method rollout",
     }.items():
         with pytest.raises(ConfigError, match=said):
-            registry.make(name)
+            made(name)

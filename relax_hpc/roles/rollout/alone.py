@@ -43,7 +43,7 @@ def read(config: RunConfig, say: Say) -> Sources:
     Raises:
         ConfigError: model, prompts, reward or settings do not fit each other.
     """
-    environments.make(config.rollout.environment)
+    environments.make(config.rollout)
     sets = prompt_check.open_heldout(config)
     prompt_check.read_rows(prompt_check.heldout_by_key(sets))
     files = Files(next(iter(sets.values())), sets)  # nothing is trained on

@@ -167,7 +167,7 @@ async def sampling(
         The engines, and what makes episodes.
     """
     tokenizer = sources.train.tokenizer
-    environment = environments.make(config.rollout.environment)
+    environment = environments.make(config.rollout)
     conversation = sources.train.conversation
     async with (
         client_of(

@@ -74,7 +74,7 @@ def check_lease(config: RunConfig) -> None:
 
 def check_prompts(config: RunConfig, say: Say) -> None:
     """Both files are prompts, and what is made of them fits the trainer and the model."""
-    environments.make(config.rollout.environment)
+    environments.make(config.rollout)
     files = prompt_check.read(config)  # most mistakes are there: find them before a slow import
     from relax_hpc.prompts.tokenizer import load
 

@@ -1,0 +1,311 @@
+"""Programs as episodes: started, answered, scored, ended as a whole; what fails is an error of the
+sample, and what was sampled is not sampled again."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from chat_fakes import Engine, session_of, tokens_of
+
+from relax_hpc import job_file
+from relax_hpc.config.rollout import ProgramConfig, RolloutConfig
+from relax_hpc.environments import program_process, registry
+from relax_hpc.environments.base import Outcome
+from relax_hpc.environments.program import Program, ProgramError
+from relax_hpc.environments.record import Record, sequences
+from relax_hpc.errors import ConfigError, EngineLostError
+from relax_hpc.launch import submit
+
+ASKING = """
+import json, os, sys, urllib.request
+
+def chat(messages):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": "policy", "messages": messages}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
+         "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+task = json.load(open(sys.argv[1]))
+"""
+TWICE = """
+messages = task["messages"]
+messages.append(chat(messages))
+messages.append({"role": "user", "content": "sure?"})
+messages.append(chat(messages))
+"""
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return tokens_of()
+
+
+@pytest.fixture
+def agent(tmp_path):
+    """Writes an agent; the environment that starts it."""
+
+    def written(text, timeout_s=60):
+        (tmp_path / "agent.py").write_text(ASKING + textwrap.dedent(text))
+        command = [sys.executable, "agent.py", "{task}", "{outcome}"]
+        return Program(ProgramConfig(command=command, folder=tmp_path, timeout_s=timeout_s))
+
+    return written
+
+
+def play(environment, engine, record=None):
+    session = session_of(engine, record)
+    return asyncio.run(environment.rollout(session.prompt, session))
+
+
+def test_a_program_of_two_turns_is_one_sequence_and_the_jobs_reward_decides(
+    agent, tokens, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(
+        "http_proxy", "http://127.0.0.1:9"
+    )  # of a site; it does not know the address
+    record, engine = Record(), Engine(tokens, "3", "yes")
+    (tmp_path / "seen").unlink(missing_ok=True)
+    made = play(agent(TWICE + "json.dump(task, open('seen', 'w'))"), engine, record)
+    assert made == Outcome()
+    task = json.loads((tmp_path / "seen").read_text())
+    assert task.keys() == {"messages", "answer", "metadata", "tools", "source", "seed"}
+    assert (task["answer"], task["seed"], len(task["messages"])) == ("12", 11, 4)
+    [sequence] = sequences(record)
+    assert int(sequence.loss_mask.sum()) == len("3") + 1 + len("yes") + 1
+
+
+def test_what_a_program_writes_is_the_outcome_however_it_ends(agent, tokens):
+    wrote = """
+    json.dump({"rewards": {"right": 1}, "metrics": {"turns": 2}}, open(sys.argv[2], "w"))
+    sys.exit(3)
+    """
+    made = play(agent(TWICE + textwrap.dedent(wrote)), Engine(tokens, "3", "yes"))
+    assert made == Outcome({"right": 1}, {"turns": 2})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("chat(task['messages']); sys.exit('no such world')",
+         "^ended with 1; it said: no such world$"),
+        ("chat(task['messages']); os.kill(os.getpid(), 9)", "^was killed by SIGKILL$"),
+        ("", "^ended and has had no reply of the policy$"),
+        ("open(sys.argv[2], 'w').write('{}')", "^ended and has had no reply of the policy$"),
+        ("1 / 0", "^ended with 1 and has had no reply .*ZeroDivisionError: division by zero$"),
+        ("chat(task['messages']); open(sys.argv[2], 'w').write('right')",
+         "^its outcome is no JSON: Expecting value: line 1"),
+        ("chat(task['messages']); open(sys.argv[2], 'w').write('{\"reward\": 1}')",
+         "^its outcome is {'reward': 1}; write rewards and metrics by name$"),
+        ("sys.stderr.write('x' * 100_000 + 'y'); sys.exit(2)", 
+         "reply of the policy; it said: x{299}y$"),
+    ],
+)  # fmt: skip
+def test_a_program_that_fails_is_an_error_of_the_sample_in_its_words(agent, tokens, text, said):
+    with pytest.raises(ProgramError, match=said):
+        play(agent(text), Engine(tokens, "3"))
+
+
+def is_there(path):
+    """Whether the process lives whose number a file holds."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(int(path.read_text())).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def wait_for(condition, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+WITH_CHILD = """
+import subprocess, time
+child = subprocess.Popen([sys.executable, "-c", "import signal, time; "
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); open('ready', 'w'); time.sleep(600)"])
+open("child", "w").write(str(child.pid))
+while not os.path.exists("ready"): time.sleep(0.01)
+"""
+
+
+def test_a_program_that_takes_too_long_is_asked_to_end_and_then_killed_with_its_children(
+    agent, tokens, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(program_process, "GRACE_S", 0.5)
+    stubborn = """
+    import signal
+    signal.signal(signal.SIGTERM, lambda *_: open("asked", "w").close())
+    sys.stderr.write("thinking")
+    sys.stderr.flush()
+    while True: time.sleep(0.1)
+    """
+    environment = agent(WITH_CHILD + textwrap.dedent(stubborn), timeout_s=1)
+    with pytest.raises(ProgramError, match=r"^took longer than 1 s; it said: thinking$"):
+        play(environment, Engine(tokens))
+    assert (tmp_path / "asked").exists()
+    assert not is_there(tmp_path / "child")
+
+
+def test_what_a_program_leaves_behind_ends_with_it(agent, tokens, tmp_path):
+    play(agent(WITH_CHILD + "chat(task['messages'])"), Engine(tokens, "3"))
+    assert not is_there(tmp_path / "child")
+
+
+def test_time_in_which_a_program_waits_for_the_policy_is_not_its_own(agent, tokens):
+    async def run():
+        engine = Engine(tokens, "3")
+        engine.may_answer.clear()
+        asyncio.get_running_loop().call_later(3, engine.may_answer.set)
+        session = session_of(engine)
+        environment = agent("chat(task['messages'])", timeout_s=2)
+        return await environment.rollout(session.prompt, session)
+
+    assert asyncio.run(run()) == Outcome()
+
+
+def test_trouble_of_engines_is_raised_whatever_the_program_makes_of_it(agent, tokens):
+    again = """
+    import time
+    while True:
+        try: chat(task["messages"])
+        except Exception: time.sleep(0.01)
+    """
+    engine = Engine(tokens, error=EngineLostError("http://x: gone"))
+    with pytest.raises(EngineLostError, match="http://x: gone"):
+        play(agent(again), engine)
+
+
+def test_an_episode_that_was_broken_off_is_begun_anew_and_answered_from_its_record(
+    agent, tokens, tmp_path
+):
+    """The second reply was half there: only what is missing of it is sampled."""
+    environment = agent("open('pid', 'w').write(str(os.getpid()))\n" + TWICE)
+
+    async def cancelled(record):
+        engine = Engine(tokens, "3", "...", "yes")
+        session = session_of(engine, record)
+        playing = asyncio.create_task(environment.rollout(session.prompt, session))
+        while engine.replies:
+            await asyncio.sleep(0.01)
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        return engine
+
+    record = Record()
+    first = asyncio.run(cancelled(record))
+    assert not is_there(tmp_path / "pid"), "who is broken off leaves nobody"
+    assert [call.finish is None for call in record.calls] == [False, True]
+    half = [*record.calls[1].draft.token_ids]
+    assert tokens.decode(half) == "y"
+    engine = Engine(tokens, "yes")
+    assert play(environment, engine, record) == Outcome()
+    [(given, draft, _)] = engine.asked
+    assert (given, draft) == (first.asked[1][0], half)
+    [sequence] = sequences(record)
+    assert int(sequence.loss_mask.sum()) == len("3") + 1 + len("yes") + 1
+
+
+OWNER = """
+import asyncio, sys
+sys.path[:0] = {path!r}
+from chat_fakes import Engine, session_of, tokens_of
+from relax_hpc.config.rollout import ProgramConfig
+from relax_hpc.environments.program import Program
+
+async def main():
+    engine = Engine(tokens_of(), "3")
+    engine.may_answer.clear()
+    session = session_of(engine)
+    command = [sys.executable, "agent.py", "{{task}}"]
+    await Program(ProgramConfig(command=command)).rollout(session.prompt, session)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.long
+def test_a_program_and_its_children_die_with_the_task_however_that_dies(agent, tmp_path):
+    agent(WITH_CHILD + "open('pid', 'w').write(str(os.getpid()))\nchat(task['messages'])")
+    code = OWNER.format(path=[str(Path(__file__).parent), *sys.path])
+    task = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
+    try:
+        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 60)
+        assert is_there(tmp_path / "pid") and is_there(tmp_path / "child")
+    finally:
+        os.kill(task.pid, signal.SIGKILL)
+        task.wait()
+    wait_for(lambda: not is_there(tmp_path / "pid") and not is_there(tmp_path / "child"))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        ({"environment": "program"}, "has no table [rollout.program], which environment ="),
+        ({"program": {"command": ["a", "{task}"]}}, "environment = 'single_turn' starts no"),
+        ({"environment": "program", "program": {"command": ["a", "{tsk}"]}},
+         "rollout.program.command = ['a', '{tsk}']: {tsk} stands for nothing; there are {task}"),
+        ({"environment": "program", "program": {"command": ["a", "--out={outcome}"]}},
+         "nobody tells the program its prompt; add a word {task}"),
+        ({"environment": "program", "program": {"command": []}}, "rollout.program.command = []"),
+    ],
+)  # fmt: skip
+def test_a_table_that_fits_no_program_is_refused(rollout, said):
+    tree = {
+        "name": "run", "model": {"path": "m"}, "prompts": {"train": "t"},
+        "schedule": {"num_steps": 1}, "rollout": rollout,
+    }  # fmt: skip
+    with pytest.raises(ConfigError) as refused:
+        job_file.validate(tree, source="job")
+    assert said in str(refused.value)
+
+
+def test_a_program_is_found_from_wherever_a_task_is_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tree = {
+        "name": "run", "model": {"path": "m"}, "prompts": {"train": "t"},
+        "schedule": {"num_steps": 1},
+        "rollout": {"environment": "program", "program": {"command": ["./agent", "{task}"]}},
+    }  # fmt: skip
+    config, _ = submit.resolve(job_file.validate(tree, source="job"))
+    assert config.rollout.program.folder == tmp_path
+
+
+def test_braces_that_are_no_places_are_the_programs_own():
+    command = ["sh", "-c", 'f() { echo "${task}" \'{"a": 1}\' ${HOME}; }; f', "{task}"]
+    assert ProgramConfig(command=command).command == command
+
+
+@pytest.mark.parametrize(
+    ("command", "folder", "said"),
+    [
+        (
+            ["no-such-agent", "{task}"],
+            ".",
+            "no program no-such-agent is on the PATH; name",
+        ),
+        (["./agent", "{task}"], ".", "agent: no such file; correct it"),
+        (["./agent.py", "{task}"], ".", "agent.py: may not be executed; chmod +x it"),
+        (["sh", "{task}"], "nowhere", "nowhere': no such folder; name one"),
+    ],
+)
+def test_a_program_that_cannot_be_started_is_refused_before_anything_is_queued(
+    tmp_path, command, folder, said
+):
+    (tmp_path / "agent.py").write_text("")
+    program = ProgramConfig(command=command, folder=tmp_path / folder)
+    with pytest.raises(ConfigError) as refused:
+        registry.make(RolloutConfig(environment="program", program=program))
+    assert str(refused.value).startswith("rollout.program.") and said in str(refused.value)
