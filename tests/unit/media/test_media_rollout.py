@@ -1,6 +1,7 @@
 """From a row with media to what an engine is shown and what the bus is given."""
 
 import asyncio
+import base64
 import json
 import re
 import stat
@@ -9,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from chat_fakes import served
 from deadly import Deadly, Slow, turns_of
 from episode_fakes import answer
 from media_files import model_folder, photo, recipe_of, source, tokenizer
@@ -186,6 +188,36 @@ def test_media_that_an_environment_adds_are_shown_from_that_turn_on(prompts, tmp
         assert row.media_spans.tolist() == [list(span) for span in turns[1][0][1].spans]
         assert row.media[2].data.tobytes() == data
         assert row.media[2].canonical_xxh3 == expected.digest
+
+
+class TalkOverHttp:
+    """Sends the prompt back as it was given, and then an image of its own."""
+
+    def __init__(self, data):
+        self.url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+    async def rollout(self, prompt, session):
+        messages = [*prompt.messages]
+        async with served(session) as (_, client):
+            messages.append(await client.message(messages))
+            more = [{"type": "image_url", "image_url": {"url": self.url}},
+                    {"type": "text", "text": "and this?"}]  # fmt: skip
+            messages.append(await client.message([*messages, {"role": "user", "content": more}]))
+        return Outcome({"all": 1.0})
+
+
+def test_images_that_an_agent_sends_are_shown_as_those_of_an_environment(
+    prompts, tmp_path, monkeypatch
+):
+    data = photo(64, 64, seed=7)
+    monkeypatch.setattr(f"{__name__}.Talk", lambda *_: TalkOverHttp(data))
+    engine = Engine()
+    group, _ = group_of(prompts, engine, tmp_path)
+    assert [len(view.media) for _, view, _ in engine.seen] == [2] * 3 + [3] * 3
+    for row in group.trajectories:
+        assert row.segment == 0 and row.loss_mask.sum() == 4
+        assert row.media_spans[:, 2].tolist() == [6, 2, 4]
+        assert row.media[2].data.tobytes() == data
 
 
 def test_an_episode_that_goes_on_elsewhere_shows_the_same_media(prompts, tmp_path):
