@@ -2,9 +2,9 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from relax_hpc.sections import Bytes, NonNegative, Number, Positive, Section, UserPath
 
@@ -75,20 +75,23 @@ class RolloutConfig(Section):
     it with the same (routing replay); needs a mixture of experts, and `engines.rollout.kind`
     sglang, and no `stop`. Unset is true where there are these."""
 
-    @model_validator(mode="after")
-    def _program_is_there(self) -> Self:
-        is_asked, is_there = self.environment == "program", self.program is not None
-        if is_asked and not is_there:
-            raise ValueError(
-                "has no table [rollout.program], which environment = 'program' starts; add one "
-                "with its command"
-            )
-        if is_there and not is_asked:
-            raise ValueError(
-                f"environment = {self.environment!r} starts no program; use 'program', or remove "
-                "[rollout.program]"
-            )
-        return self
+
+def check_program(rollout: RolloutConfig) -> None:
+    """Refuses an environment without its program, or a program without its environment.
+
+    Raises:
+        ValueError: names the key and the remedy.
+    """
+    is_asked, is_there = rollout.environment == "program", rollout.program is not None
+    if is_asked and not is_there:
+        raise ValueError(
+            "rollout.program.command: is required with rollout.environment = 'program'; add it"
+        )
+    if is_there and not is_asked:
+        raise ValueError(
+            f"rollout.environment = {rollout.environment!r}: starts no program, and there is a "
+            "table [rollout.program]; use 'program', or remove the table"
+        )
 
 
 class WeightsConfig(Section):

@@ -21,7 +21,7 @@ from relax_hpc.config.layout import MegatronConfig
 from relax_hpc.config.model import ModelConfig
 from relax_hpc.config.prompts import Columns, PromptsConfig, with_columns
 from relax_hpc.config.reward import RewardConfig
-from relax_hpc.config.rollout import RolloutConfig, StopTexts, WeightsConfig
+from relax_hpc.config.rollout import RolloutConfig, StopTexts, WeightsConfig, check_program
 from relax_hpc.config.teachers import Teachers, columns_by_teacher
 from relax_hpc.schema import COLUMNS, ROUTED_EXPERTS, columns_of
 from relax_hpc.sections import (
@@ -286,6 +286,7 @@ class RunConfig(JobConfig):
 
     @model_validator(mode="after")
     def _pools_can_be(self) -> Self:
+        check_program(self.rollout)
         for name, pool in self.engines.items():
             pools.check(name, pool)
         if self.rollout.routed_experts and self.rollout_pool.kind != "sglang":

@@ -253,8 +253,10 @@ def test_a_program_and_its_children_die_with_the_task_however_that_dies(agent, t
 @pytest.mark.parametrize(
     ("rollout", "said"),
     [
-        ({"environment": "program"}, "has no table [rollout.program], which environment ="),
-        ({"program": {"command": ["a", "{task}"]}}, "environment = 'single_turn' starts no"),
+        ({"environment": "program"},
+         "job: rollout.program.command: is required with rollout.environment = 'program'; add it"),
+        ({"program": {"command": ["a", "{task}"]}},
+         "job: rollout.environment = 'single_turn': starts no program, and there is a table"),
         ({"environment": "program", "program": {"command": ["a", "{tsk}"]}},
          "rollout.program.command = ['a', '{tsk}']: {tsk} stands for nothing; there are {task}"),
         ({"environment": "program", "program": {"command": ["a", "--out={outcome}"]}},
