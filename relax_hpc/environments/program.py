@@ -50,7 +50,10 @@ class Program:
                 serving(session) as served,
                 running(words, self._config.folder, _environment(served)) as program,
             ):
-                await self._wait(program, served)
+                try:
+                    await self._wait(program, served)
+                finally:  # before it is asked to end: it might ask for some last words
+                    await served.end()
                 end, said = program.end, _last(await program.last_words())
             return _outcome(places["outcome"], served, end, said)
 

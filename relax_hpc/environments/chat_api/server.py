@@ -37,6 +37,8 @@ class Served:
         self.base_url, self.api_key = base_url, secrets.token_urlsafe(32)
         self.num_replies = 0
         """Replies that were given."""
+        self.is_over = False
+        """Whether nothing more is answered."""
         self.session = session
         self._history = History(session.conversation)
         self._turn = asyncio.Lock()
@@ -71,7 +73,8 @@ class Served:
             del self._kept[body]
 
     async def end(self) -> None:
-        """Breaks off what is under way."""
+        """Breaks off what is under way, and answers nothing more."""
+        self.is_over = True
         left = [*self._open]
         for task in left:
             task.cancel()
@@ -133,7 +136,8 @@ class _Server:
 
     def _episode_of(self, request: "web.Request") -> Served | None:
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        return self._episodes.get(key.strip()) if kind.lower() == "bearer" else None
+        served = self._episodes.get(key.strip()) if kind.lower() == "bearer" else None
+        return None if served is None or served.is_over else served
 
     async def _models(self, request: "web.Request") -> "web.Response":
         if self._episode_of(request) is None:
@@ -152,6 +156,8 @@ class _Server:
         if served is None:  # nothing of its body is read
             return _unknown_key()
         body = await request.read()
+        if served.is_over:  # meanwhile
+            return _unknown_key()
         try:
             asked = asked_of(_parsed(body), served.session)
         except RefusedError as error:
