@@ -212,8 +212,8 @@ def _nearest(loc: tuple[int | str, ...], kind: type[JobConfig]) -> str:
         if get_origin(annotation) is dict:  # tables by name: [eval.NAME]
             next(path)
             annotation = get_args(annotation)[1]
-        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
-        section = annotation
+        kinds = (annotation, *get_args(annotation))  # of `Section | None`
+        section = next(k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel))
     prefix = "".join(f"{part}." for part in loc[:-1])
     known = list(section.model_fields)
     if section is RunConfig:

@@ -49,8 +49,6 @@ class RolloutConfig(Section):
     """Kind of an episode: single_turn asks the prompt once, program starts the agent of
     `rollout.program`. Others by the place of their class: "file.py:Class" or
     "package.module:Class"."""
-    program: ProgramConfig | None = None
-    """Agent that talks to the policy over OpenAI's chat API."""
     samples_per_prompt: Positive = 8
     """G, the siblings of a prompt group."""
     temperature: Annotated[Number, Field(gt=0)] = 1.0
@@ -74,6 +72,8 @@ class RolloutConfig(Section):
     """Record which experts each token went to, in the bus column ragged/routed_experts, and train
     it with the same (routing replay); needs a mixture of experts, and `engines.rollout.kind`
     sglang, and no `stop`. Unset is true where there are these."""
+    program: ProgramConfig | None = None
+    """Agent that talks to the policy over OpenAI's chat API."""
 
 
 def check_program(rollout: RolloutConfig) -> None:

@@ -47,6 +47,7 @@ VALUES = {
     "actor.resources.x=1": "actor.resources.x = 1: unknown key; actor.resources takes partition,",
     "actor.lr=1": "actor.lr = 1: unknown key; here it is actor.optimizer.lr",
     "prompts.lr=1": "unknown key; here it is actor.optimizer.lr or critic.lr",
+    "critic.lrx=1": "critic.lrx = 1: unknown key; did you mean critic.lr?",
     "schedule.max_new_tokens=1": "here it is rollout.max_new_tokens or eval.<name>.max_new_tokens",
     "resources.nodes=2": "nodes = 2: is of one component; set actor.resources.nodes, or that of an",
     "algorithm..x=1": "--set algorithm..x=1: algorithm..x is no key; write section.key=value",
