@@ -73,8 +73,12 @@ def validate(tree: dict[str, Any], *, source: str) -> JobConfig:
         raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from error
 
 
-def read_resolved(path: Path) -> JobConfig:
+def read_resolved(path: Path, *, run_dir: Path | None = None) -> JobConfig:
     """Reads the resolved JSON that `submit` left in a run directory, which may have been moved.
+
+    Args:
+        path: of it.
+        run_dir: the directory; unset is where `path` lies.
 
     Raises:
         ConfigError: it is missing, empty, or not what `submit` wrote; or it is somebody else's and
@@ -86,7 +90,7 @@ def read_resolved(path: Path) -> JobConfig:
         tree = json.loads(text)
         if not isinstance(tree, dict):
             raise TypeError("it is not a table")
-        tree = _found_at(path.parent.absolute(), tree)
+        tree = _found_at((run_dir or path.parent).absolute(), tree)
         _check_programs(path, tree)
         return _kind(tree).model_validate_json(json.dumps(tree))
     except FileNotFoundError:

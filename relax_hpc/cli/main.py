@@ -199,6 +199,7 @@ def submit(
 @app.command(
     epilog="Examples:  relax-hpc resume arithmetic  |  "
     "relax-hpc resume arithmetic --set actor.resources.time=2-00:00:00  |  "
+    "relax-hpc resume arithmetic --set actor.layout.tensor_parallel=2  |  "
     "relax-hpc resume arithmetic --set schedule.num_steps=200"
 )
 def resume(
@@ -210,8 +211,8 @@ def resume(
 ) -> None:
     """Start a run again that was cancelled or gave up; it goes on from its newest checkpoint.
 
-    --set changes where and how long it computes, what it keeps, and schedule.num_steps to more:
-    so a complete run goes on, too.
+    --set changes where, how long and in which layout it computes, what it keeps, and
+    schedule.num_steps to more: so a complete run goes on, too.
     """
     from relax_hpc.runs.resume import resume as resume_job
 

@@ -1,26 +1,69 @@
 """Changes of a job between two starts of a run: those that leave alone what is trained."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from relax_hpc.config.run import JobConfig
+from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.engines.megatron.optimizer.learning_rate import learning_rate
 from relax_hpc.errors import CheckpointError, ConfigError, shown
-from relax_hpc.job_file import with_overrides
+from relax_hpc.job_file import read_resolved, with_overrides
+from relax_hpc.launch import record
 from relax_hpc.launch.placement import place
 from relax_hpc.paths import RunPaths
+from relax_hpc.records import read_json
 from relax_hpc.sections import Resources
 
 _FREE = re.compile(
     r"(.+\.)?resources\.\w+"
-    r"|launch\.(max_restarts|peer_timeout_s|idle_s)"
+    r"|launch\.(max_restarts|peer_timeout_s|hang_timeout_s|idle_s)"
     r"|\w+\.(save_every|keep_checkpoints|keep_every|save_hf_every)"
-    r"|bus\.keep_steps|weights\.timeout_s|notify\.\w+"
+    r"|bus\.keep_steps|weights\.(timeout_s|checksum_every)|(notify|boards)\.\w+"
     r"|engines\.[^.]+\.(start_timeout_s|hang_timeout_s)"
 )
-"""Keys that say where and how long a run computes, and what it keeps."""
+"""Keys that say where and how long a run computes, what it keeps, and who is told."""
+_COMPUTED = re.compile(
+    r"(actor|critic|reference|teachers\.[^.]+)\.layout(\.\w+)?"
+    r"|actor\.(tokens_per_micro_batch|portion_micro_batches|attention|recomputed_passes)"
+    r"|actor\.(kept_logits_gib|tower_patches|optimizer\.offload|transformer\.recompute_\w+)"
+    r"|engines\.[^.]+\.(count|engines_per_task|nodes_per_engine|max_running_requests|drain_slow)"
+    r"|engines\.[^.]+\.args\.(tp_size|ep_size|mem_fraction_static|chunked_prefill_size)"
+    r"|engines\.[^.]+\.args\.(max_prefill_tokens|max_total_tokens|cuda_graph_max_bs)"
+    r"|weights\.bucket_bytes|launch\.bootstrap"
+)
+"""Keys that say how the same is computed, on how many ranks and in how much memory: sums run in
+another order."""
 _STEPS = ("schedule.num_steps", "sft.num_steps")
+_TRAINED = "would change what is trained, and a run has one job for all its steps"
+_REASONS = {
+    r"name|run_root": "is where the run is; move or rename its folder, and resume it there",
+    r"launch\.profile": "was read when the run was submitted; set resources, which it has given",
+    r"launch\.share": "is said before anything is written that others would read or not",
+    r"launch\.layout|\w+\.placement|engines\.[^.]+\.(placement|kind)": (
+        "a run has the components that its bus was made for"
+    ),
+    r"eval\..+": "points of a curve would be of different evaluations",
+}
+"""Keys that stay for other reasons than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one resume changed of the job of a run."""
+
+    number: int
+    """Number of the launch."""
+    time: float | None
+    """Time at which a job of it was started; None: none has been."""
+    keys: dict[str, tuple[Any, Any]]
+    """Key -> its value before, and since; None where there was none."""
+
+    def lines(self) -> list[str]:
+        return [_line(key, *values) for key, values in self.keys.items()]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 def changed(config: JobConfig, overrides: Sequence[str]) -> tuple[JobConfig, list[str]]:
@@ -32,14 +75,54 @@ def changed(config: JobConfig, overrides: Sequence[str]) -> tuple[JobConfig, lis
     Raises:
         ConfigError: a key would change what is trained, or is none.
     """
-    tree = config.model_dump(mode="json")
     everywhere = [each for asked in overrides for each in _of_components(config, asked)]
-    new = with_overrides(
-        config.model_dump(mode="json"), [*everywhere, *overrides], source="resume --set"
-    )
-    before, after = dict(_flat(tree)), dict(_flat(new.model_dump(mode="json")))
-    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-    return new, [_allowed(config, key, before.get(key), after.get(key)) for key in keys]
+    tree = _without_gpus_per_node(config.model_dump(mode="json"), overrides)
+    new = with_overrides(tree, [*everywhere, *overrides], source="resume --set")
+    found = _between(config.model_dump(mode="json"), new.model_dump(mode="json"))
+    lines = [_allowed(config, key, *values) for key, values in found.items()]
+    _check_producers(config, new)
+    return new, lines
+
+
+def is_computed_otherwise(was: JobConfig, config: JobConfig) -> bool:
+    """Whether a job computes the same in another way, which models and memory may not allow."""
+    found = _between(was.model_dump(mode="json"), config.model_dump(mode="json"))
+    return any(_COMPUTED.fullmatch(key) for key in found)
+
+
+def of_run(paths: RunPaths) -> list[Change]:
+    """What resumes have changed of a run's job, oldest first.
+
+    Raises:
+        ConfigError: the record of what was started is not ours.
+    """
+    numbers = _numbers(paths)
+    if not numbers:
+        return []
+    launches = record.read(paths.root).all[::-1]
+    jobs = [read_json(paths.config_before(number)) or {} for number in numbers]
+    jobs.append(read_json(paths.config) or {})
+    changes = [
+        Change(
+            number,
+            next((each.time for each in launches if each.number >= number), None),
+            _between(before, after),
+        )
+        for number, before, after in zip(numbers, jobs, jobs[1:], strict=False)
+    ]
+    return [change for change in changes if change.keys]
+
+
+def job_at(paths: RunPaths, time: float) -> JobConfig:
+    """The job that a run had at a time, before later resumes changed it.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    began = [each.number for each in record.read(paths.root).all if each.time <= time]
+    later = (number for number in _numbers(paths) if number > max(began, default=1))
+    path = next(map(paths.config_before, later), paths.config)
+    return read_resolved(path, run_dir=paths.root)
 
 
 def another_run(config: JobConfig) -> str:
@@ -64,15 +147,42 @@ def _of_components(config: JobConfig, override: str) -> Iterator[str]:
                 yield f"{component.section}.{override.strip()}"
 
 
+def _numbers(paths: RunPaths) -> list[int]:
+    """Numbers of the launches that may have changed the job, rising."""
+    begin, end = paths.config_before(0).name.split("0")
+    found = (path.name for path in paths.control.glob(f"{begin}*{end}"))
+    numbers = (name.removeprefix(begin).removesuffix(end) for name in found)
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
+def _line(key: str, before: Any, after: Any) -> str:  # noqa: ANN401
+    return f"{key}: {_value(before)} -> {_value(after)}"
+
+
+def _value(value: Any) -> str:  # noqa: ANN401
+    return "unset" if value is None else shown(value)
+
+
+def _without_gpus_per_node(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns a job that `gpus` can be said of: a run's job has what that came to before."""
+    for override in overrides:
+        *section, field = override.partition("=")[0].strip().split(".")
+        if field == "gpus":
+            asked: Any = tree
+            for name in section:
+                asked = asked.get(name, {}) if isinstance(asked, dict) else {}
+            asked.pop("gpus_per_node", None)
+    return tree
+
+
 def _allowed(config: JobConfig, key: str, before: Any, after: Any) -> str:  # noqa: ANN401
-    said = f"{key}: {shown(before)} -> {shown(after)}"
-    if _FREE.fullmatch(key):
+    said = _line(key, before, after)
+    if _FREE.fullmatch(key) or _COMPUTED.fullmatch(key):
         return said
     if key not in _STEPS:
-        raise ConfigError(
-            f"--set {key}={shown(after)}: would change what is trained, and a run has one job for "
-            f"all its steps; {another_run(config)}"
-        )
+        found = (why for keys, why in _REASONS.items() if re.fullmatch(keys, key))
+        why = next(found, f"{_TRAINED}; {another_run(config)}")
+        raise ConfigError(f"--set {key}={_value(after)}: {why}")
     if after is None or before is None or after < before:
         raise ConfigError(
             f"--set {key}={shown(after)}: is less than {shown(before)}; to end earlier, cancel it"
@@ -104,7 +214,32 @@ def _steps_saved(config: JobConfig) -> int:
         return 0
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _check_producers(was: JobConfig, config: JobConfig) -> None:
+    """Refuses other tasks of rollout: each has its prompts, and its folder on the bus."""
+    if not (isinstance(was, RunConfig) and isinstance(config, RunConfig)):
+        return
+    before, after = len(was.producers), len(config.producers)
+    if before != after:
+        pool = config.rollout_pool
+        raise ConfigError(
+            f"--set engines.rollout.count={pool.count}: with engines.rollout.engines_per_task = "
+            f"{pool.engines_per_task} rollout would have {after} tasks, and the prompts of this "
+            f"run are dealt over {before} for good; set both so that there are as many, or add "
+            f"engines while it runs: relax-hpc scale out {was.run_dir}"
+        )
+
+
+def _between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Key -> its value in either of two jobs, where they differ."""
+    one, other = dict(_flat(before)), dict(_flat(after))
+    return {
+        key: (one.get(key), other.get(key))
+        for key in {**one, **other}
+        if one.get(key) != other.get(key)
+    }
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")

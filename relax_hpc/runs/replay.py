@@ -25,7 +25,7 @@ from relax_hpc.roles.actor.role import ACTOR
 from relax_hpc.roles.replay.record import Replay
 from relax_hpc.roles.replay.role import COMPONENT, REPLAY
 from relax_hpc.run_secret import RunSecret
-from relax_hpc.runs import failure, status
+from relax_hpc.runs import changes, failure, status
 from relax_hpc.runs.resume import check_resources
 from relax_hpc.telemetry.events import FREQUENT, read_events
 
@@ -115,19 +115,32 @@ def replay(
         LaunchError: the job could not be started, or failed.
     """
     paths = RunPaths(run_dir.absolute())
-    was = job_file.read_resolved(paths.config)
-    if not isinstance(was, RunConfig):
-        raise ConfigError(f"{run_dir}: a run of supervised fine-tuning has no shards to replay")
-    config = changed(was, overrides)
     _check_over(run_dir, ended=ended)
     recorded = recorded_step(paths, step)
+    was = _job_of(paths, recorded)
+    config = changed(was, overrides)
     asked = plan(paths, was, step)
     say(_words(asked))
     folder, mode = _make(paths, config, asked), submit.mode_of(local=local)
     _wait(_start(folder, paths, config, mode), folder, say)
     found = _steps(folder, COMPONENT)[step]
-    same = all(getattr(was.actor, key) == getattr(config.actor, key) for key in _GRID)
+    same = _is_same_grid(paths, config, range(asked.first, step + 1))
     return Compared(asked, folder.root, same, numbers(recorded, found))
+
+
+def _job_of(paths: RunPaths, recorded: Mapping[str, Any]) -> RunConfig:
+    """The job by which a step was trained; a later resume may have changed it."""
+    job = changes.job_at(paths, recorded["time"])
+    if not isinstance(job, RunConfig):
+        raise ConfigError(f"{paths.root}: a run of supervised fine-tuning has no shards to replay")
+    return job
+
+
+def _is_same_grid(paths: RunPaths, config: RunConfig, trained: range) -> bool:
+    """Whether all of these steps were trained at the grid of a job."""
+    recorded = _steps(paths, ACTOR.name)
+    jobs = [_job_of(paths, recorded[step]).actor for step in trained]
+    return all(getattr(job, key) == getattr(config.actor, key) for job in jobs for key in _GRID)
 
 
 def changed(was: RunConfig, overrides: Sequence[str]) -> RunConfig:

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,8 @@ def text(run: RunStatus) -> str:
 def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
     done = run.progress
     rows = [("steps", f"{done['steps_done']} of {done['num_steps']}" + _pace(run))]
-    rows = [*_verdict(run), *_times(run), *rows, *_redone(done["redone"])]
+    rows = [*_verdict(run), *_times(run), *rows, *_changes(done["changes"])]
+    rows += _redone(done["redone"])
     rows += _of_sft(done) if "heldout_loss" in done else _of_rl(done)
     rows.append(("run directory", str(paths.root)))
     for name, path in (("reward curve", paths.reward_curve), ("loss curve", paths.loss_curve)):
@@ -77,6 +78,21 @@ def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
             rows.append((name, str(path)))
             rows.append(("tensorboard", f"tensorboard --logdir {paths.tensorboard}"))
     return [f"  {name:<14}{value}" for name, value in rows if value]
+
+
+def _changes(done: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Tells what resumes have changed of the job, each with the step that it begins with."""
+    said = []
+    for each in done:
+        when = "for the next start" if each["time"] is None else _ago(each["time"])
+        first = each["first_step"]
+        begin = "" if first is None else f"from step {first} on, "
+        said.append(("changed", f"{'; '.join(each['lines'])} ({begin}{when})"))
+    return said
+
+
+def _ago(then: float) -> str:
+    return f"{duration(max(0.0, time.time() - then))} ago"
 
 
 def _redone(count: dict[str, int]) -> list[tuple[str, str]]:
@@ -187,7 +203,7 @@ def _last(run: RunStatus) -> list[tuple[str, str]]:
     words = run.verdict.words
     if run.reason and run.verdict.error:
         words = words.replace(f" ({run.verdict.error})", "")
-    return [("last verdict", f"{duration(max(0.0, time.time() - run.verdict.time))} ago: {words}")]
+    return [("last verdict", f"{_ago(run.verdict.time)}: {words}")]
 
 
 def _times(run: RunStatus) -> list[tuple[str, str]]:
@@ -211,7 +227,7 @@ def _pace(run: RunStatus) -> str:
     if run.state != "RUNNING" or done["steps_done"] == done["num_steps"]:
         return ""
     last, left = done["last_step_time"], done["eta_s"]
-    said = f", the last {duration(max(0.0, time.time() - last))} ago" if last else ""
+    said = f", the last {_ago(last)}" if last else ""
     return said + (f", {duration(left)} to go" if left else "")
 
 

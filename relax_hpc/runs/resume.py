@@ -16,7 +16,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.runs import status
-from relax_hpc.runs.changes import another_run, changed
+from relax_hpc.runs.changes import another_run, changed, is_computed_otherwise
 from relax_hpc.telemetry.events import FREQUENT, Event, read_events
 from relax_hpc.user_files import ORIGIN
 
@@ -59,8 +59,7 @@ def resume(
     )  # fmt: skip
     mode, components = submit.mode_of(local=local), place(config)
     if changes:
-        for part in sides(config, components):
-            check_resources(part, mode)
+        _check_changed(was, config, components, mode, say)
     if mode == "slurm":
         partitions.check_preemption(
             [each for each in components if not each.on],
@@ -114,6 +113,20 @@ def _check_ended(
             f"{run_dir}: is complete, {config.num_steps} steps; to go on add e.g. --set "
             f"{steps}={2 * config.num_steps}, or {another_run(config)}"
         )
+
+
+def _check_changed(
+    was: JobConfig,
+    config: JobConfig,
+    components: Sequence[Component],
+    mode: submit.Mode,
+    say: Callable[[str], None],
+) -> None:
+    """Makes sure that the cluster has what a changed job asks for, and that it can be computed."""
+    for part in sides(config, components):
+        check_resources(part, mode)
+    if is_computed_otherwise(was, config):
+        preflight.check(config, components, use_slurm=mode == "slurm", say=say)
 
 
 def _compare_programs(folder: Path, say: Callable[[str], None]) -> None:

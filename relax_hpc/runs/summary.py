@@ -1,5 +1,6 @@
 """A run in one dictionary: the events joined with the bus's own account of its trajectories."""
 
+import math
 from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
+from relax_hpc.runs import changes
 from relax_hpc.telemetry import curve, history
 from relax_hpc.telemetry.events import FREQUENT, Event, read_events
 
@@ -40,6 +42,7 @@ def summed_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> di
     """Does as `summarize`, for who has read the job and its events."""
     done = history.steps(events)
     progress = _progress(events, config.num_steps, _apart(config))
+    progress["changes"] = [_change(each, events) for each in changes.of_run(paths)]
     if isinstance(config, SftRunConfig):
         return progress | _of_sft(paths, events, done, config.num_steps)
     last = done[-1] if done else None
@@ -70,6 +73,13 @@ def summed_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> di
         "reward_errors": _reward_errors(events, heldout=False),
         "heldout_reward_errors": _reward_errors(events, heldout=True),
     }
+
+
+def _change(change: changes.Change, events: Sequence[Event]) -> dict[str, Any]:
+    """What a resume changed, and the first step that was trained by it; None before it is."""
+    began = math.inf if change.time is None else change.time
+    since = (e["step"] for e in events if e["event"] == "step" and e["time"] > began)
+    return {**change.to_json(), "first_step": next(since, None), "lines": change.lines()}
 
 
 def _scored(events: Sequence[Event]) -> dict[str, int]:

@@ -64,3 +64,31 @@ def test_a_step_that_was_something_else_is_told_and_nothing_of_the_run_changes(r
     assert wrong == {"grad_norm"}
     assert {path: path.stat().st_mtime_ns for path in (run_dir / "bus").rglob("*")} == before
     assert json.loads(cli("status", run_dir, "--json"))["state"] == "COMPLETED"
+
+
+def test_a_run_goes_on_at_another_grid_with_its_moments_and_each_step_knows_its_own(run_dir):
+    """Six steps of one rank, two of tensor parallelism, two of halves of the data."""
+    grids = {
+        8: ["actor.layout.tensor_parallel=2"],
+        10: ["actor.layout.tensor_parallel=1", "actor.layout.data_parallel=2",
+             "actor.tokens_per_micro_batch=64"],
+    }  # fmt: skip
+    one_rank = [
+        "--set=actor.layout.tensor_parallel=1", "--set=actor.layout.data_parallel=1",
+        "--set=actor.tokens_per_micro_batch=16384",
+    ]  # fmt: skip
+    for last, grid in grids.items():
+        settings = [*grid, f"schedule.num_steps={last}"]
+        cli("resume", run_dir, "--local", *(f"--set={setting}" for setting in settings))
+        now = wait_until(run_dir, is_over, 200)
+        assert now["state"] == "COMPLETED"
+        found, _ = replayed(run_dir, "--step", str(last))
+        assert {each["difference"] for each in found["numbers"]} == {0} and found["is_same_grid"]
+        found, _ = replayed(run_dir, "--step", str(last), *one_rank)
+        differences = [each["difference"] for each in found["numbers"]]
+        assert found["is_same_grid"] is False and 0 < max(differences) < 1e-5
+    done = now["progress"]
+    assert [each["first_step"] for each in done["changes"]] == [7, 9]
+    count = done["trajectories"]
+    assert (count["trained"], count["trained_twice"]) == (10 * 32, 0)
+    assert count["committed"] == count["trained"] and not any(count["dropped"].values())

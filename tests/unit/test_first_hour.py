@@ -413,7 +413,7 @@ def test_a_run_is_resumed_with_other_resources_and_more_steps_but_trains_the_sam
         ("actor.optimizer.lr=1", "would change what is trained, and a run has one job"),
         ("seed=3", "would change what is trained"),
         ("schedule.num_steps=20", "schedule.num_steps=20: is less than 30; to end earlier, cancel"),
-        ("launch.profile=x", "would change what is trained"),
+        ("launch.profile=x", "was read when the run was submitted; set resources"),
         ("actor.save_evry=3", "did you mean actor.save_every?"),
         ("actor.resources.time=never", "actor.resources.time"),
     ):

@@ -1,0 +1,172 @@
+"""What a resume changes of a job: what may, what not and why, what is said of it afterwards."""
+
+import json
+import time
+
+import fake_slurm
+import pytest
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.job_file import read_resolved, validate
+from relax_hpc.launch import record, states
+from relax_hpc.paths import RunPaths
+from relax_hpc.records import write_json
+from relax_hpc.runs import changes, replay, report, resume, status, summary
+from relax_hpc.runs.changes import changed
+
+
+def job(**sections):
+    tree = {"name": "r", "model": {"path": "m"}, "prompts": {"train": "t"},
+            "schedule": {"num_steps": 30}} | sections  # fmt: skip
+    return validate(tree, source="test")
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    yield fake_slurm.make(tmp_path, monkeypatch)
+    states.has_accounting.cache_clear()
+
+
+@pytest.mark.parametrize("setting", [
+    "actor.layout.tensor_parallel=2", "actor.layout.data_parallel=2",
+    "actor.tokens_per_micro_batch=4096", "actor.portion_micro_batches=0",
+    "actor.recomputed_passes=[]", "actor.optimizer.offload=0.5", "actor.attention=sdpa",
+    "actor.transformer.recompute_granularity=full", "engines.rollout.max_running_requests=16",
+    "engines.rollout.args.mem_fraction_static=0.7", "weights.bucket_bytes=1048576",
+])  # fmt: skip
+def test_how_the_same_is_computed_may_change_and_is_looked_at_as_of_a_new_run(setting):
+    was = job()
+    config, [line] = changed(was, [setting])
+    assert line.startswith(f"{setting.partition('=')[0]}: ") and " -> " in line
+    assert changes.is_computed_otherwise(was, config)
+
+
+@pytest.mark.parametrize("setting", [
+    "actor.resources.time=30", "boards.project=x", "launch.hang_timeout_s=9",
+    "weights.checksum_every=1",
+])  # fmt: skip
+def test_where_it_is_computed_and_who_is_told_may_change_without_a_look(setting):
+    was = job()
+    config, [_] = changed(was, [setting])
+    assert not changes.is_computed_otherwise(was, config)
+
+
+@pytest.mark.parametrize(("setting", "why"), [
+    ("name=x", "is where the run is; move or rename its folder"),
+    ("launch.profile=x", "was read when the run was submitted; set resources"),
+    ("launch.share=group", "is said before anything is written"),
+    ("engines.rollout.kind=sglang", "a run has the components that its bus was made for"),
+    ("reference.placement=actor", "a run has the components that its bus was made for"),
+    ("eval.h.every=3", "points of a curve would be of different evaluations"),
+    ("actor.optimizer.moments=bfloat16", "would change what is trained, and a run has one job"),
+    ("engines.rollout.args.quantization=fp8", "would change what is trained"),
+    ("engines.rollout.count=2", "rollout would have 2 tasks, and the prompts of this run are "
+     "dealt over 1 for good; set both so that there are as many, or add engines while it runs"),
+])  # fmt: skip
+def test_what_stays_says_why(setting, why):
+    with pytest.raises(ConfigError) as error:
+        changed(job(eval={"h": {"path": "e"}}), [setting])
+    assert why in str(error.value)
+
+
+def test_more_engines_in_the_tasks_that_there_are_may_be():
+    was = job()
+    config, lines = changed(was, ["engines.rollout.count=2", "engines.rollout.engines_per_task=2"])
+    assert config.producers == was.producers and len(lines) == 2
+
+
+def test_gpus_may_be_said_of_a_run_whose_job_says_what_they_came_to():
+    was = job(actor={"layout": {"data_parallel": 4}, "resources": {"gpus_per_node": 1}})
+    was = validate(was.model_dump(mode="json"), source="as submit writes it")
+    config, lines = changed(was, ["actor.resources.nodes=2", "actor.resources.gpus=4"])
+    assert config.actor.resources.gpus_per_node == 2 and len(lines) == 2
+    with pytest.raises(ConfigError, match="does not divide over nodes"):
+        changed(was, ["actor.resources.nodes=2", "actor.resources.gpus=3"])
+
+
+def test_a_layout_is_checked_before_anything_is_queued(slurm, monkeypatch):
+    slurm.leaves(1)
+    looked = []
+
+    def check(config, components, **_):
+        looked.append((config.actor.layout.world_size, [each.tasks for each in components]))
+        raise ConfigError("does not divide the heads")
+
+    monkeypatch.setattr(resume.preflight, "check", check)
+    monkeypatch.setattr(resume, "check_resources", lambda *_: None)
+    paths = RunPaths(slurm.run_dir)
+    before = paths.config.read_bytes()
+    with pytest.raises(ConfigError, match="does not divide the heads"):
+        resume.resume(slurm.run_dir, overrides=["actor.layout.data_parallel=2"])
+    assert looked == [(2, [1, 2])]
+    assert paths.config.read_bytes() == before and not paths.launch_claim(2).exists()
+    assert resume.resume(slurm.run_dir, overrides=["actor.save_every=7"]).job_id == "9"
+    assert len(looked) == 1
+
+
+@pytest.fixture
+def thrice(tmp_path, monkeypatch):
+    """A run of job 5, of 6 with another layout, of 7 as that, and of one to come with more
+    steps."""
+    fake = fake_slurm.make(tmp_path, monkeypatch, earlier=("5", "6"))
+    paths = RunPaths(fake.run_dir)
+    known = json.loads(paths.launch_record.read_text())
+    for number, each in enumerate([*known["earlier"], known], start=1):
+        each["time"] = 100.0 * number
+    write_json(paths.launch_record, known)
+    now = read_resolved(paths.config)
+    middle, _ = changed(now, ["actor.layout.data_parallel=2", "actor.save_every=7"])
+    last, _ = changed(middle, ["schedule.num_steps=60"])
+    for path, config in (
+        (paths.config_before(2), now), (paths.config_before(4), middle), (paths.config, last),
+    ):  # fmt: skip
+        write_json(path, config.model_dump(mode="json"))
+    yield paths
+    states.has_accounting.cache_clear()
+
+
+def trained(paths, *steps):
+    path = paths.events("actor", 0)
+    path.parent.mkdir()
+    common = {"role": "actor", "rank": 0, "pid": 1, "event": "step", "loss": 1.0}
+    lines = (json.dumps(common | {"step": step, "time": then}) for step, then in steps)
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_the_job_of_a_step_is_that_of_the_start_that_trained_it(thrice):
+    assert [each.number for each in record.read(thrice.root).all] == [3, 2, 1]
+    found = [changes.job_at(thrice, then) for then in (99.0, 150.0, 200.0, 250.0, 350.0)]
+    assert [each.actor.layout.data_parallel for each in found] == [1, 1, 2, 2, 2]
+    assert {each.num_steps for each in found} == {30} and {each.name for each in found} == {"run"}
+
+
+def test_a_replay_has_the_job_of_its_step_and_knows_its_grid(thrice):
+    trained(thrice, (1, 150.0), (2, 250.0), (3, 260.0))
+    one, two = (replay._job_of(thrice, replay.recorded_step(thrice, step)) for step in (1, 3))
+    assert [each.actor.layout.data_parallel for each in (one, two)] == [1, 2]
+    assert replay._is_same_grid(thrice, two, range(2, 4))
+    assert not replay._is_same_grid(thrice, two, range(1, 4))
+    assert replay._is_same_grid(thrice, one, range(1, 2))
+
+
+def test_status_and_summary_say_what_was_changed_from_which_step_on(thrice):
+    trained(thrice, (1, 150.0), (2, 190.0), (2, 250.0), (3, 350.0))
+    found = summary.summarize(thrice.root)["changes"]
+    assert [(each["number"], each["first_step"]) for each in found] == [(2, 2), (4, None)]
+    assert found[0]["keys"]["actor.layout.data_parallel"] == (1, 2)
+    said = report._changes(found)
+    assert said[0][1].startswith(
+        "actor.layout.data_parallel: 1 -> 2; actor.save_every: 10 -> 7 (from step 2 on, "
+    )
+    assert said[1] == ("changed", "schedule.num_steps: 30 -> 60 (for the next start)")
+    assert "  changed       schedule.num_steps: 30 -> 60" in report.text(
+        status.collect(thrice.root)
+    )
+
+
+def test_of_a_run_whose_job_is_what_it_was_nothing_is_said(slurm):
+    paths = RunPaths(slurm.run_dir)
+    write_json(paths.config_before(2), json.loads(paths.config.read_text()))  # it came to nothing
+    assert changes.of_run(paths) == []
+    assert changes.job_at(paths, time.time()) == read_resolved(paths.config)
+    assert "changed" not in report.text(status.collect(slurm.run_dir))
