@@ -140,7 +140,8 @@ class Evaluator:
             return Due(name, "before", 0) if trained == 0 else None
         if number > self._numbers[name]:
             self._numbers[name] = number
-            return Due(name, "during", number)
+            is_last = number * self._config.eval[name].every == self._config.schedule.num_steps
+            return None if is_last else Due(name, "during", number)  # that one is made after
         return None
 
     async def _evaluate(self, due: Due, *, beside: bool) -> None:

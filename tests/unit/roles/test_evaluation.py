@@ -120,6 +120,21 @@ def test_a_policy_is_evaluated_when_a_multiple_has_been_passed_since_the_last():
     assert evaluate(visits, every=0).said == [("before", 0)]
 
 
+@pytest.mark.parametrize(("every", "visits", "during"), [
+    (7, (7, 13, 14), [7]),
+    (7, (8, 14), [8]),
+    (14, (9, 14), []),
+    (4, (8, 14), [8, 14]),  # that of policy 12, which other tasks may have made by then
+    (4, (12, 14), [12]),
+])  # fmt: skip
+def test_the_last_policy_is_evaluated_once_where_it_is_due_during_training_too(
+    every, visits, during
+):
+    seen = [(0, 0), *((version, version) for version in visits)]
+    made = evaluate(seen, every=every, finish=14, schedule={"num_steps": 14})
+    assert made.said == [("before", 0), *(("during", each) for each in during), ("after", 14)]
+
+
 def test_an_engine_that_starts_in_the_middle_is_not_taken_for_the_first_policy():
     assert evaluate([(0, 5), (5, 5), (8, 8)], every=8).said == [("during", 8)]
 
@@ -351,7 +366,7 @@ def test_the_last_evaluations_are_completed_by_a_start_that_finds_training_over(
     for name in ("easy", "hard"):
         found = life.rows(name)
         assert sorted(found) == [
-            "000000-before-0.0.jsonl", "000004-after-4.0.jsonl", "000004-during-1.0.jsonl"
+            "000000-before-0.0.jsonl", "000004-after-4.0.jsonl"
         ]  # fmt: skip
         assert all(
             [row[:2] for row in rows] == [(p, s) for p in range(5) for s in range(2)]
