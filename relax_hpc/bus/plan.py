@@ -250,6 +250,14 @@ def is_planned(paths: BusPaths, position: PlanPosition) -> bool:
     return True
 
 
+def gone_of_first_step(paths: BusPaths) -> Path | None:
+    """A shard of the batch of step 1 that was deleted since; None: that step can be trained again,
+    or has not been."""
+    first = (record for record in read_chain(paths).steps if record.step == 1)
+    shards = (paths.shard(p.producer, p.fence, p.seq) for record in first for p in record.parts)
+    return next((shard for shard in shards if not shard.exists()), None)
+
+
 def _read(paths: BusPaths, fence: int, base: Snapshot) -> Chain | None:
     """The chain that ends at `fence` and begins behind `base`; None if `base` is not on it."""
     listed = [paths.plan / name for name in names(paths.plan) if _LOG.fullmatch(name)]

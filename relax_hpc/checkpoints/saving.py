@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from relax_hpc import heartbeat
+from relax_hpc.bus.plan import gone_of_first_step
 from relax_hpc.checkpoints.export import save_hf
 from relax_hpc.checkpoints.pending import Saved
 from relax_hpc.checkpoints.store import Checkpoint, Checkpoints, P, Position
 from relax_hpc.comm.world import World
 from relax_hpc.config.saving import SavingConfig
 from relax_hpc.engines.training_engine import TrainingEngine
-from relax_hpc.errors import CheckpointError
+from relax_hpc.errors import CheckpointError, ConfigError
 from relax_hpc.paths import RunPaths
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.telemetry.timers import Timers
@@ -74,6 +75,20 @@ def resume(
     elif resumed:
         events.emit("resume", step=resumed.step)
     return resumed
+
+
+def check_begin(paths: RunPaths) -> None:
+    """Looks whether a run that has no checkpoint can begin with step 1, maybe again.
+
+    Raises:
+        ConfigError: shards were deleted since a checkpoint had passed them, and all are gone.
+    """
+    if gone := gone_of_first_step(paths.bus):
+        raise ConfigError(
+            f"{paths.checkpoints}: has no checkpoint any more, and step 1 cannot be trained again: "
+            f"{gone} was deleted once a checkpoint had passed it; restore the newest step_... "
+            "folder there, or submit a run of another name"
+        )
 
 
 class Rank0(Protocol[P_co]):

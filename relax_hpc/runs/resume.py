@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from relax_hpc import permissions
-from relax_hpc.config.run import JobConfig
+from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError, LaunchError, RelaxError
 from relax_hpc.job_file import read_resolved
@@ -42,8 +42,9 @@ def resume(
         say: is told what is changed, and which programs the run keeps though theirs have changed.
 
     Raises:
-        ConfigError: not a run directory, complete and given no more steps, or it may still be
-            running; or an override that would change what is trained.
+        ConfigError: not a run directory, complete and given no more steps, without a checkpoint or
+            what a first step needs, or it may still be running; or an override that would change
+            what is trained.
         LaunchError: Slurm refused it.
     """
 
@@ -57,6 +58,7 @@ def resume(
         run_dir, was, status.launches(newest), ended=ended,
         is_lengthened=config.num_steps > was.num_steps,
     )  # fmt: skip
+    _check_begin(config, paths)
     mode, components = submit.mode_of(local=local), place(config)
     if changes:
         _check_changed(was, config, components, mode, say)
@@ -113,6 +115,16 @@ def _check_ended(
             f"{run_dir}: is complete, {config.num_steps} steps; to go on add e.g. --set "
             f"{steps}={2 * config.num_steps}, or {another_run(config)}"
         )
+
+
+def _check_begin(config: JobConfig, paths: RunPaths) -> None:
+    """Makes sure that a run without a checkpoint can begin again."""
+    if any(paths.checkpoints.glob("step_*")) or not isinstance(config, RunConfig):
+        return
+    if paths.bus.header.exists():
+        from relax_hpc.checkpoints import saving  # seconds, for torch
+
+        saving.check_begin(paths)
 
 
 def _check_changed(

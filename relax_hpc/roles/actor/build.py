@@ -122,6 +122,8 @@ def _rank0(
 ) -> Rank0:
     if config.reward.on_error == "mask":
         check_errors(config.algorithm)
+    if resumed is None:
+        saving.check_begin(paths)
     judge = judge_of(config)
     sequencer = Sequencer(
         paths.bus,

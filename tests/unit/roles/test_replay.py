@@ -1,6 +1,7 @@
 """A step that is trained again: where it begins, what is refused, and how it is compared."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from relax_hpc.bus.plan import read_chain
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.checkpoints import saving
 from relax_hpc.cli.main import app
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import RunPaths
@@ -21,6 +23,7 @@ from relax_hpc.roles.replay.duties import OtherRank, Rank0
 from relax_hpc.roles.replay.record import Replay
 from relax_hpc.runs import replay
 from relax_hpc.runs.replay import Compared, Number
+from relax_hpc.runs.resume import resume
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.telemetry.timers import Timers
 
@@ -91,6 +94,28 @@ def test_shards_that_were_deleted_are_told_with_the_setting_that_keeps_them(run)
     assert "--step 1: its shards were deleted" in str(error.value)
     assert "2 to 4 are there; bus.keep_steps (here 2)" in str(error.value)
     assert replay.plan(run, JOB, 2).first == 2, "it begins behind them"
+
+
+def test_without_a_checkpoint_a_run_begins_again_only_if_the_shards_of_step_1_are_there(
+    run, tmp_path, monkeypatch
+):
+    saving.check_begin(run)
+    shards_of(run, 2).pop().unlink()
+    saving.check_begin(run)
+    gone = shards_of(run, 1).pop()
+    gone.unlink()
+    with pytest.raises(ConfigError, match=f"has no checkpoint any more.*{gone} was deleted once"):
+        saving.check_begin(run)
+    other = tmp_path / "other"
+    other.mkdir()
+    slurm = fake_slurm.make(other, monkeypatch)
+    slurm.leaves(1)
+    shutil.copytree(run.bus.root, RunPaths(slurm.run_dir).bus.root)
+    with pytest.raises(ConfigError, match="has no checkpoint any more, and step 1 cannot be"):
+        resume(slurm.run_dir)
+    assert slurm.asked("sbatch") == []
+    keep(RunPaths(slurm.run_dir).checkpoints, 1, (1, 1, 1))
+    assert resume(slurm.run_dir).job_id == "9"
 
 
 def test_it_says_which_step_is_in_the_way_of_the_nearest_checkpoint(run):
