@@ -50,7 +50,7 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one resume changed of the job of a run."""
+    """The keys of a job that one resume changed."""
 
     number: int
     """Number of the launch."""
@@ -91,7 +91,7 @@ def is_computed_otherwise(was: JobConfig, config: JobConfig) -> bool:
 
 
 def of_run(paths: RunPaths) -> list[Change]:
-    """What resumes have changed of a run's job, oldest first.
+    """Lists what resumes have changed of the job of a run, oldest first.
 
     Raises:
         ConfigError: the record of what was started is not ours.

@@ -76,7 +76,7 @@ def summed_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> di
 
 
 def _change(change: changes.Change, events: Sequence[Event]) -> dict[str, Any]:
-    """What a resume changed, and the first step that was trained by it; None before it is."""
+    """Tells what a resume changed, and the first step that was trained by it; None before it is."""
     began = math.inf if change.time is None else change.time
     since = (e["step"] for e in events if e["event"] == "step" and e["time"] > began)
     return {**change.to_json(), "first_step": next(since, None), "lines": change.lines()}
