@@ -72,7 +72,8 @@ def _checkpoint(what: Path, step: int | None) -> tuple[Path, RunPaths | None]:
 def _free(out: Path | None, otherwise: str) -> Path:
     if out is None:
         raise ConfigError(otherwise)
-    _refuse_unless(not out.exists(), f"{out}: is there already; give another --out, or remove it")
+    taken = out.exists() or out.is_symlink()
+    _refuse_unless(not taken, f"{out}: is there already; give another --out, or remove it")
     return out
 
 

@@ -1,23 +1,28 @@
 """A Hugging Face folder with new weights: it appears whole, or not at all."""
 
 import json
+import os
+import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from relax_hpc.comm.bucket import NamedTensors, buckets
 from relax_hpc.models.hub_layout import as_in_hub, kept
 from relax_hpc.records import sync, write_json
+from relax_hpc.storage import patiently
 
 SHARD_BYTES = 5 << 30
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth",
             ".gguf", ".h5", ".msgpack", ".onnx")  # fmt: skip
 _INDEX = "model.safetensors.index.json"
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def write(
@@ -32,7 +37,8 @@ def write(
 
     Tensors of `source` that are of no part that learns are copied.
 
-    One of that name is replaced. The tensors of one file are in memory at a time.
+    One of that name is replaced. The tensors of one file are in memory at a time. Where there is no
+    room, a run waits for some, as with all that it writes.
 
     Args:
         folder: appears by a rename, when it is complete.
@@ -45,7 +51,7 @@ def write(
     for left_over in (draft, old):
         shutil.rmtree(left_over, ignore_errors=True)
     draft.mkdir(parents=True)
-    copy_all_but_weights(source, draft)
+    patiently(draft, lambda: copy_all_but_weights(source, draft))
     dtypes = set[torch.dtype]()
     learned = _noting(as_in_hub(tensors, source), dtypes)
     _write_weights(draft, buckets(chain(learned, kept(source)), shard_bytes))
@@ -112,7 +118,7 @@ def _write_weights(folder: Path, shards: Iterable[NamedTensors]) -> None:
     for number, shard in enumerate(shards, start=1):
         on_host = {name: tensor.detach().to("cpu", copy=True) for name, tensor in shard}
         on_host = {name: tensor.contiguous() for name, tensor in on_host.items()}
-        save_file(on_host, folder / f"{number}.safetensors", metadata={"format": "pt"})
+        _save(on_host, folder / f"{number}.safetensors")
         contents.append(list(on_host))
         total += sum(tensor.nbytes for tensor in on_host.values())
     if len(contents) == 1:
@@ -124,3 +130,23 @@ def _write_weights(folder: Path, shards: Iterable[NamedTensors]) -> None:
         (folder / f"{number}.safetensors").rename(folder / file)
         files[file] = names
     write_index(folder, files, total)
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Writes a file of tensors.
+
+    Raises:
+        OSError: as the operating system said it to safetensors, which tells it in words only.
+    """
+
+    def write_file() -> None:
+        try:
+            save_file(dict(tensors), path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            found = _OS_ERROR.search(str(error))
+            if not found:
+                raise
+            number = int(found[1])
+            raise OSError(number, os.strerror(number), str(path)) from error
+
+    patiently(path, write_file)

@@ -1,6 +1,7 @@
 """`relax-hpc convert`: bitwise there and back, and what it refuses."""
 
 import json
+import shutil
 import sys
 
 import megatron_worker as worker
@@ -8,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 from megatron_worker import VOCAB, job, trajectories
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from relax_hpc.checkpoints.convert import convert
 from relax_hpc.cli import main as cli
 from relax_hpc.engines.megatron.checkpoint import conversion
+from relax_hpc.errors import CheckpointError, ConfigError
+from relax_hpc.models import hf_folder
 
 ROWS, ADVANTAGES = trajectories(6)
 
@@ -145,3 +149,69 @@ def test_what_convert_refuses_it_refuses_in_one_line_and_leaves_nothing(models, 
     assert "__0_0.distcp" in manifest["files"]
     (run / "checkpoints/step_00000003/__0_0.distcp").unlink()
     assert "__0_0.distcp: No such file" in refused("run", "--to", "hf")
+
+
+@pytest.fixture
+def meanwhile(monkeypatch):
+    """Does something when the first tensor of a checkpoint goes out."""
+    unpacked = conversion.hf_stream.unpacked
+
+    def set_up(happens):
+        todo = [happens]
+
+        def hooked(parameter, tensor):
+            if todo:
+                todo.pop()()
+            return unpacked(parameter, tensor)
+
+        monkeypatch.setattr(conversion.hf_stream, "unpacked", hooked)
+
+    return set_up
+
+
+def test_two_conversions_into_one_folder_do_not_mix_and_the_later_is_told(
+    models, tmp_path, meanwhile
+):
+    other = tmp_path / "other"
+    shutil.copytree(models["dense"], other)
+    shift(other)
+    conversion.to_megatron(models["dense"], tmp_path / "step")
+    conversion.to_megatron(other, tmp_path / "other_step")
+    out = tmp_path / "out"
+    meanwhile(lambda: conversion.to_hf(tmp_path / "other_step", other, out))
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=r"out: cannot be made: Directory not empty; name anoth"):
+        conversion.to_hf(tmp_path / "step", models["dense"], out)
+    wanted, found = weights_in(other), weights_in(out)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert sorted(tmp_path.iterdir()) == sorted([*before, out])  # nobody leaves a draft
+
+
+def shift(folder):
+    shifted = {name: tensor + 1 for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(shifted, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_no_room_is_said_and_leaves_nothing(models, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    conversion.to_megatron(models["dense"], tmp_path / "step")
+    monkeypatch.setattr(hf_folder, "save_file", full)
+    with pytest.raises(ConfigError, match=r"out: cannot be made: No space left on device; make ro"):
+        conversion.to_hf(tmp_path / "step", models["dense"], tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
+
+
+def test_a_checkpoint_that_its_run_removes_while_it_is_read_is_said(models, tmp_path, meanwhile):
+    conversion.to_megatron(models["dense"], tmp_path / "step")
+    meanwhile(lambda: shutil.rmtree(tmp_path / "step"))
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: cannot be read: No such"):
+        conversion.to_hf(tmp_path / "step", models["dense"], tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_to_nowhere_is_there_already(models, tmp_path):
+    (tmp_path / "out").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="is there already"):
+        convert(models["dense"], "megatron", out=tmp_path / "out", step=None, model=None)

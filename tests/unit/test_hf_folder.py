@@ -4,8 +4,10 @@ import json
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from relax_hpc import storage
 from relax_hpc.checkpoints.export import save_hf
 from relax_hpc.models import hf_folder
 
@@ -82,3 +84,34 @@ def test_ranks_that_do_not_write_read_the_stream_to_its_end(tmp_path, source):
     save_hf(tmp_path / "new", stream, source, write=False)
     assert next(stream, None) is None
     assert not (tmp_path / "new").exists()
+
+
+def test_an_export_of_a_run_waits_for_room(tmp_path, source, monkeypatch):
+    left, save = [2], hf_folder.save_file
+
+    def full(*args, **settings):
+        if left[0]:
+            left[0] -= 1
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        save(*args, **settings)
+
+    monkeypatch.setattr(hf_folder, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):  # a command waits for nothing
+        hf_folder.write(tmp_path / "new", WEIGHTS.items(), source)
+    left[0] = 2
+    storage.settle(60)
+    try:
+        hf_folder.write(tmp_path / "new", WEIGHTS.items(), source)
+    finally:
+        storage.settle(0)
+    assert left == [0]
+    assert load_file(tmp_path / "new" / "model.safetensors").keys() == WEIGHTS.keys()
+
+
+def test_another_error_of_safetensors_stays_one(tmp_path, source, monkeypatch):
+    def broken(*_, **__):
+        raise SafetensorError("no such type")
+
+    monkeypatch.setattr(hf_folder, "save_file", broken)
+    with pytest.raises(SafetensorError, match="no such type"):
+        hf_folder.write(tmp_path / "new", WEIGHTS.items(), source)

@@ -1,7 +1,7 @@
 """Weights of a checkpoint <-> a Hugging Face folder: one process, no GPU, a tensor at a time."""
 
-import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -18,6 +18,9 @@ from relax_hpc.models.hf_check import check_names, check_shapes
 from relax_hpc.models.hf_files import OUTPUT, HfFiles
 from relax_hpc.models.names import Parameter
 from relax_hpc.models.registry import FAMILIES, parameters, read_architecture
+from relax_hpc.records import sync
+from relax_hpc.scratch import scratch_folder
+from relax_hpc.storage import FULL
 
 _OTHER_NAMES = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
@@ -34,8 +37,8 @@ def to_hf(checkpoint: Path, model: Path, out: Path) -> None:
         out: appears when it is complete.
 
     Raises:
-        CheckpointError: the checkpoint is not whole.
-        ConfigError: it is of another model.
+        CheckpointError: the checkpoint is not whole, or was removed meanwhile.
+        ConfigError: it is of another model, or `out` cannot be made.
     """
     stored = Stored(checkpoint)
     keys = _keys(stored, parameters(read_architecture(model)))
@@ -44,7 +47,8 @@ def to_hf(checkpoint: Path, model: Path, out: Path) -> None:
         for parameter, key in keys
         for tensor in hf_stream.unpacked(parameter, stored.tensor(key))
     )
-    hf_folder.write(out, tensors, model)
+    with _appearing(out) as draft:
+        hf_folder.write(draft, tensors, model)
 
 
 def check_fits(checkpoint: Path, shape: Architecture, *, has_vocabulary: bool = True) -> None:
@@ -70,22 +74,38 @@ def to_megatron(model: Path, out: Path) -> None:
         ConfigError: the folder is not what its config.json says.
     """
     shape = read_architecture(model)
-    draft = out.with_name(f".{out.name}.draft")
     with HfFiles(model) as files:
         check_names(files, shape, parameters(shape))
         check_shapes(files, parameters(shape))
-        shutil.rmtree(draft, ignore_errors=True)
-        try:
-            draft.mkdir(parents=True)
+        with _appearing(out) as draft:
+            draft.mkdir()
             dtype = files.dtype(FAMILIES[shape.model_type].kept)
             part_files.write_part(draft, 0, _boxes(files, parameters(shape), dtype), {})
             common = {"step": 0, "weights_only": True}
             part_files.write_names(draft, 1, common, timeout_s=0)
-            draft.rename(out)
-        except OSError as error:
-            raise ConfigError(f"{out}: cannot be made: {error.strerror}; name another") from error
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+
+
+@contextmanager
+def _appearing(out: Path) -> Iterator[Path]:
+    """Gives the name under which a folder is to be made within the block, and makes it `out` then.
+
+    Nobody else writes there: who converts into the same `out` at the same time has another name.
+    What one that was killed left beside `out` is removed by the next on the same node.
+
+    Raises:
+        ConfigError: it cannot be made; there is nothing then.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with scratch_folder("convert", out.parent) as folder:
+            yield folder / out.name
+            (folder / out.name).rename(out)  # fails where there is anything meanwhile
+            sync(out.parent)
+    except PermissionError:
+        raise  # the command line says whose it is
+    except OSError as error:
+        remedy = "make room, or name another" if error.errno in FULL else "name another"
+        raise ConfigError(f"{out}: cannot be made: {error.strerror}; {remedy}") from error
 
 
 def _keys(stored: Stored, every: Iterator[Parameter]) -> list[tuple[Parameter, str]]:
