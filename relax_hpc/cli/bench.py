@@ -1,5 +1,6 @@
 """`relax-hpc bench`: measure parts of relax-hpc on this machine."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,7 @@ import typer
 from rich.console import Console
 
 from relax_hpc.cli.arguments import Overrides
+from relax_hpc.scratch import compiled_folder
 
 bench = typer.Typer(no_args_is_help=True, help="Measure parts of relax-hpc on this machine.")
 console = Console(soft_wrap=True)
@@ -24,6 +26,12 @@ ExpertParallel = Annotated[int, typer.Option("--ep", help="Ranks that share the 
 
 Results = Annotated[Path, typer.Option(help="Results; what is done there is not done again.")]
 Lags = Annotated[list[int], typer.Option(help="Of schedule.max_staleness; repeatable.", min=0)]
+
+
+@bench.callback()
+def measured(context: typer.Context) -> None:
+    """Measure parts of relax-hpc on this machine."""
+    context.with_resource(compiled_folder(os.environ))  # as a task has it
 
 
 @bench.command("bus", epilog="Example:  relax-hpc bench bus --folder /scratch --json bus.json")

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 from adversary import as_nobody, bomb, needs_another_user
+from typer.testing import CliRunner
 
 from relax_hpc import permissions
+from relax_hpc.bench import algorithms
+from relax_hpc.cli.bench import bench
 from relax_hpc.errors import LaunchError
 from relax_hpc.launch.entry import check_own
 from relax_hpc.paths import RunPaths
@@ -219,3 +222,16 @@ def test_a_task_has_torch_keep_what_it_compiles_in_a_folder_of_its_own(tmp_path)
     folder = Path(answer.stdout.strip())
     assert folder == tmp_path / f"relax-compiled-{os.geteuid()}"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_benchmark_compiles_in_that_folder_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv(COMPILED, str(tmp_path / "torchinductor_me"))  # what it is set to is undone
+    found = []
+    monkeypatch.setattr(
+        algorithms, "measure", lambda *_, **__: found.append(os.environ[COMPILED]) or []
+    )
+    monkeypatch.setattr(algorithms, "markdown", lambda results: "measured")
+    answer = CliRunner().invoke(bench, ["algorithms", "--preset", "grpo"])
+    assert (answer.exit_code, answer.output.strip()) == (0, "measured"), answer.output
+    assert found == [str(tmp_path / f"relax-compiled-{os.geteuid()}")]
