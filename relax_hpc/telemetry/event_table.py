@@ -228,8 +228,9 @@ EVENTS: dict[str, EventKind] = {
             "lr": "",
             "skipped": "part of the updates that were not done",
             "loss_scale": "float16",
-            "reward/...": "mean over the batch's episodes; errors: part of the episodes whose "
-            "reward failed; sampled: with those that were skipped",
+            "reward/...": "mean over the batch's episodes, none where all of them failed and are "
+            "masked; errors: part of the episodes whose reward failed; sampled: with those that "
+            "were skipped",
             "parts/...": "mean of each part of the reward over the batch's episodes that have it; "
             "where all have all of them, those without a slash add up to reward/mean",
             "staleness/...": "mean, max over episodes, of the oldest token",

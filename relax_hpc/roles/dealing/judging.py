@@ -61,10 +61,11 @@ def with_skipped(
         config: of the run.
     """
     rewards = [group.reward for group in skipped if group.reward is not None]
-    groups = config.schedule.prompts_per_step
-    total = described["reward/mean"] * groups + sum(rewards)
+    if "reward/mean" in described:  # else all rewards of the batch have failed
+        rewards += [described["reward/mean"]] * config.schedule.prompts_per_step
+    sampled = _mean(rewards)
     return {
-        "reward/sampled": total / (groups + len(rewards)),
+        **({} if sampled is None else {"reward/sampled": sampled}),
         "groups/skipped": len(skipped),
         "groups/skipped_solved": sum(group.solved for group in skipped),
         "groups/skipped_retired": sum(group.retired for group in skipped),

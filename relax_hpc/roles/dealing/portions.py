@@ -138,11 +138,12 @@ class Batch:
         lag = step - 1 - oldest
         mixed = index.policy_version_min != index.policy_version_max
         found = self._means_of_parts(first)
+        if counts.any():  # where all have failed there is no mean
+            found["reward/mean"] = float(rewards[counts].mean())
         if self._config.replays_routing:
             found["routing/mixed"] = float(mixed.mean())
         return found | {
             "policy_version": step,
-            "reward/mean": float(rewards[counts].mean()) if counts.any() else 0.0,
             "reward/errors": float((index.reward_error[first] != 0).mean()),
             "staleness/mean": float(lag.mean()),
             "staleness/max": int(lag.max()),

@@ -138,6 +138,9 @@ def test_what_is_said_of_a_batch_has_those_that_were_skipped():
         "reward/sampled": 3 / 6, "groups/skipped": 3, "groups/skipped_solved": 1,
         "groups/skipped_retired": 0,
     }  # fmt: skip
+    # All rewards of the batch itself have failed: there is no mean of it.
+    assert with_skipped({}, skipped, config())["reward/sampled"] == 1 / 2
+    assert "reward/sampled" not in with_skipped({}, skipped[2:], config())
 
 
 class Sequencer:
