@@ -7,20 +7,30 @@ import errno
 import importlib
 import importlib.util
 import json
+import logging
 import os
 import re
+import signal
 import stat
 import sys
 import sysconfig
+import threading
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, BinaryIO
 
 from relax_hpc.errors import ConfigError, type_and_line
 from relax_hpc.storage import patiently
 
+log = logging.getLogger(__name__)
+
+IMPORT_S = 120.0
+"""Seconds that the import of a program may take."""
+_TELL_S = 10.0
 _KINDS = {
     stat.S_IFDIR: "is a folder",
     stat.S_IFIFO: "is a pipe",
@@ -217,24 +227,63 @@ def imported(place: str) -> Any:  # noqa: ANN401
     was: its `__file__` is that.
 
     Raises:
+        TimeoutError: the import has not ended within `IMPORT_S`.
         Exception: whatever the import raises, but for SystemExit, which would end who imports.
     """
     module, _, attribute = place.rpartition(":")
     try:
-        if module.endswith(".py"):
-            return getattr(_run(Path(module)), attribute)
-        if (here := str(Path.cwd())) not in sys.path:
-            sys.path.append(here)  # behind Python's own: a `code.py` there must not take its place
-        return getattr(importlib.import_module(module), attribute)
+        with _watched(module):
+            if module.endswith(".py"):
+                return getattr(_run(Path(module)), attribute)
+            if (here := str(Path.cwd())) not in sys.path:
+                sys.path.append(here)  # behind Python's own: a `code.py` there must not be taken
+            return getattr(importlib.import_module(module), attribute)
     except SystemExit as error:
         raise ImportError(f"it called sys.exit({error.code!r})") from error
 
 
+@contextmanager
+def _watched(module: str) -> Iterator[None]:
+    """Says now and then where an import is, and ends it in the end; in the main thread only, which
+    signals interrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    begun = time.monotonic()
+
+    def look(_: int, frame: FrameType | None) -> None:
+        passed = time.monotonic() - begun
+        if passed >= IMPORT_S:
+            raise TimeoutError(f"the import takes longer than {IMPORT_S:g} s")
+        place = _line_of(traceback.walk_stack(frame), newest=0)
+        log.warning("%s: is imported since %.0f s, now at %s", module, passed, place or "?")
+
+    before = signal.signal(signal.SIGALRM, look)
+    others = signal.setitimer(signal.ITIMER_REAL, _TELL_S, _TELL_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *others)
+
+
 def raised(error: BaseException) -> str:
     """Says what a program of the user's raised as it was imported or made, and in which line."""
-    frames = [(Path(f.f_code.co_filename), n) for f, n in traceback.walk_tb(error.__traceback__)]
-    own = [place for place in frames if not _is_of_others(place[0])]
-    return type_and_line(error) + (f" ({own[-1][0].name}:{own[-1][1]})" if own else "")
+    line = _line_of(traceback.walk_tb(error.__traceback__), newest=-1)
+    return type_and_line(error) + (f" ({line})" if line else "")
+
+
+def _line_of(frames: Iterable[tuple[FrameType, int]], newest: int) -> str:
+    """The line in the user's own files that is run, as "file.py:3"; "" if none is.
+
+    Args:
+        frames: of the stack, with their lines.
+        newest: index of the innermost.
+    """
+    places = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
+    own = [place for place in places if not _is_of_others(place[0])]
+    return f"{own[newest][0].name}:{own[newest][1]}" if own else ""
 
 
 def _is_of_others(file: Path) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import itertools
 import json
+import logging
 import mmap
 import os
 import signal
@@ -23,9 +24,15 @@ from relax_hpc.errors import ConfigError, EngineLostError
 from relax_hpc.rewards.contract import FIELDS, Kind, Sample, Score
 from relax_hpc.rewards.registry import Term
 from relax_hpc.rewards.worker import PROGRESS
+from relax_hpc.user_files import IMPORT_S
 
-START_S = 120.0
-"""Time for a worker to import the reward, where nobody says how patient a run is."""
+log = logging.getLogger(__name__)
+
+START_S = IMPORT_S + 15.0
+"""Time for a worker to import the reward, where nobody says how patient a run is; it ends an import
+that hangs itself, and says where."""
+TELL_S = 10.0
+"""Time after which an import that goes on is told of."""
 END_S = 0.5
 """Time for a process to be gone that has closed its end."""
 GRACE_S = 0.5
@@ -170,6 +177,9 @@ class Worker:
         # Not on the command line, which everybody on the node can read.
         self._writer.write(json.dumps(terms).encode() + b"\n")
         key = " and ".join(f"{each.key}.name = {each.name!r}" for each in terms)
+        told = asyncio.get_running_loop().call_later(
+            TELL_S, log.warning, "%s: is imported since %.0f s", key, TELL_S
+        )
         try:
             async with asyncio.timeout(self._limits.start_s):
                 said = json.loads(await self._reader.readline())
@@ -180,6 +190,8 @@ class Worker:
             await asyncio.sleep(0)
             lost = self._lost or "ended the process"
             raise ConfigError(f"{key}: the import {lost}") from None
+        finally:
+            told.cancel()
         if "refused" in said:
             raise ConfigError(said["refused"])
         self.kind = Kind(*said["kind"])

@@ -28,6 +28,7 @@ from relax_hpc.parentage import adopt_orphans, end_with
 from relax_hpc.rewards import registry
 from relax_hpc.rewards.contract import Sample
 from relax_hpc.rewards.reward import Reward, Weighted
+from relax_hpc.user_files import raised
 
 _SEAL_FUTURE_WRITE = 0x10
 PROGRESS = struct.Struct("qd")
@@ -89,9 +90,7 @@ def _reward(line: bytes, engines: Callable[[], object] | None) -> Reward:
             weighted = Weighted(function, engines, title=title, weight=weight, sources=sources)
             functions.append(weighted)
         except BaseException as error:  # noqa: BLE001 - SystemExit of somebody's program, too
-            said = first_line(error)
-            if not isinstance(error, ConfigError):
-                said = f"{type(error).__name__}: {said}"
+            said = first_line(error) if isinstance(error, ConfigError) else raised(error)
             raise ConfigError(f"{term.key}.name = {term.name!r}: {said}") from None
     return Reward(functions)
 

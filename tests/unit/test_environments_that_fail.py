@@ -2,7 +2,9 @@
 is none of it."""
 
 import asyncio
+import json
 import re
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -10,12 +12,14 @@ import pytest
 from episode_fakes import Numbers, Prompts, answer, episodes
 from roles.role_fakes import config
 
+from relax_hpc import user_files
 from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.environments import registry
 from relax_hpc.environments.base import Outcome
 from relax_hpc.environments.record import Record
 from relax_hpc.errors import ConfigError, DeadlyRequestError, EngineLostError, RewardError
 from relax_hpc.prompts.source import Prompt
+from relax_hpc.rewards import worker
 from relax_hpc.rewards.contract import Score
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper, rows_of
 from relax_hpc.schema import FinishReason
@@ -203,3 +207,23 @@ def test_an_environment_that_cannot_be_played_is_refused(tmp_path, monkeypatch, 
     (tmp_path / "mine.py").write_text(f"class Mine:\n    {text}\n")
     with pytest.raises(ConfigError, match=re.escape(said)):
         registry.make(RolloutConfig(environment=f"{tmp_path}/mine.py:Mine"))
+
+
+def test_an_import_that_hangs_says_where_and_is_ended_though_it_catches_what_ends_it(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(user_files, "IMPORT_S", 0.3)
+    monkeypatch.setattr(user_files, "_TELL_S", 0.1)
+    own = signal.getsignal(signal.SIGALRM), bool(signal.getitimer(signal.ITIMER_REAL)[0])
+    (tmp_path / "mine.py").write_text(
+        "import time\ntry:\n    time.sleep(5)\nexcept Exception:\n    time.sleep(5)\n"
+    )
+    said = r"TimeoutError: the import takes longer than 0\.3 s \(mine\.py:5\); correct it"
+    with pytest.raises(ConfigError, match=said):
+        registry.make(RolloutConfig(environment=f"{tmp_path}/mine.py:Mine"))
+    assert f"{tmp_path}/mine.py: is imported since 0 s, now at mine.py:3" in caplog.text
+    timer = bool(signal.getitimer(signal.ITIMER_REAL)[0])
+    assert (signal.getsignal(signal.SIGALRM), timer) == own
+    with pytest.raises(ConfigError, match=r"longer than 0\.3 s \(mine\.py:5\)"):
+        worker._reward(json.dumps([["", "mine", f"{tmp_path}/mine.py:score", 1.0, {}]]), None)

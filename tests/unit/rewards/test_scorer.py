@@ -14,8 +14,8 @@ import pytest
 
 from relax_hpc.config.reward import RewardConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.rewards import process, trial
 from relax_hpc.rewards import scorer as scorer_module
-from relax_hpc.rewards import trial
 from relax_hpc.rewards.contract import Kind, Sample, Score, kind_of
 from relax_hpc.rewards.reward import Reward, Weighted
 from relax_hpc.rewards.scorer import Scorer
@@ -291,6 +291,12 @@ def test_a_reward_that_hangs_or_dies_on_a_response_is_refused():
         with pytest.raises(ConfigError, match=said):
             trial.check(reward("by_order"), Sample(response))
     trial.check(reward("by_order"), Sample("abc"))
+
+
+def test_a_reward_whose_import_takes_long_is_told_of(monkeypatch, caplog):
+    monkeypatch.setattr(process, "TELL_S", 0.0)
+    trial.check(reward("by_order"), Sample("abc"))
+    assert "hostile.py:by_order': is imported since 0 s" in caplog.text
 
 
 def test_the_kind_of_a_reward_is_in_its_parameters():
