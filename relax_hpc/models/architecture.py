@@ -86,9 +86,19 @@ class Architecture:
     head_dim: int
     vocab_size: int
     max_positions: int
+    """Tokens of the longest text."""
     norm_epsilon: float
     rope: Rope
     tied_embeddings: bool
     experts: Experts | None = None
     vision: Vision | None = None
     audio: Audio | None = None
+    is_window: bool = False
+    """Longer texts would have tokens that do not see all before them."""
+
+    @property
+    def said_positions(self) -> str:
+        """`max_positions`, for messages."""
+        if self.is_window:
+            return f"a sliding window of {self.max_positions} (config.json: sliding_window)"
+        return f"{self.max_positions} positions"

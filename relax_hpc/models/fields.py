@@ -11,6 +11,8 @@ from relax_hpc.models.config_json import ConfigJson, Table
 from relax_hpc.models.rope import lost_base
 
 CAUSAL = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -47,9 +49,9 @@ class Inert(NamedTuple):
 Field = Obeyed | Only | Inert
 
 _SHAPE = Obeyed("the shape of the model")
-_ROPE = Obeyed("rotary positions: default, linear, yarn")
+_ROPE = Obeyed("rotary positions: default, linear, yarn, llama3")
 _EXPERTS = Obeyed("layers of experts")
-_WINDOW = Inert("no layer has a sliding window")
+_WINDOW = Inert("no layer of Qwen has a sliding window")
 _LABELS = Inert("of classifiers")
 _RETURNED = Inert("what a call of transformers returns")
 _KERNELS = Inert("how transformers computes the same")
@@ -87,8 +89,11 @@ FIELDS: Mapping[str, Field] = {
     "decoder_sparse_step": _EXPERTS,
     "hidden_act": Only(("silu",), "the feed-forward layers are SwiGLU"),
     "attention_bias": Only((False,), "only Qwen2 has biases, and always"),
+    "mlp_bias": Only((False,), "the feed-forward layers have no biases, nor has SGLang for them"),
+    "pretraining_tp": Only((None, 1), "products of matrices are not cut into slices"),
+    "rope_interleaved": Only((None, False), "a channel turns with the one half a head away"),
     "use_sliding_window": Only((False,), "every token sees all before it"),
-    "sliding_window": _WINDOW,
+    "sliding_window": Obeyed("how long a text of Mistral may be; no layer of others has one"),
     "max_window_layers": _WINDOW,
     "layer_types": Only((), "every layer is of full attention"),
     "attention_chunk_size": Only((None,), "every token sees all before it"),
@@ -140,6 +145,8 @@ FIELDS: Mapping[str, Field] = {
     "name_or_path": _ORIGIN,
     "_name_or_path": _ORIGIN,
     "_commit_hash": _ORIGIN,
+    "is_llama_config": _ORIGIN,
+    "transformers.js_config": _ORIGIN,
     "tokenizer_class": Inert("tokenizer_config.json says it"),
     "auto_map": Inert("code of the folder is not run"),
     "use_mrope": Only((None, False), "positions are those of text"),

@@ -1,18 +1,16 @@
-"""Qwen2 and Qwen2.5, dense: biases in the attention instead of Qwen3's norms."""
+"""Qwen2 and Qwen2.5, dense: Llama with biases of queries, keys and values."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from relax_hpc.models import qwen3
+from relax_hpc.models import llama, qwen3
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.models.family import Family
 from relax_hpc.models.names import Parameter
 
-_NORMS = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
-
 
 def transformer(shape: Architecture) -> dict[str, Any]:
-    return qwen3.transformer(shape) | {"qk_layernorm": False, "add_qkv_bias": True}
+    return llama.transformer(shape) | {"add_qkv_bias": True}
 
 
 def parameters(shape: Architecture) -> Iterator[Parameter]:
@@ -21,9 +19,7 @@ def parameters(shape: Architecture) -> Iterator[Parameter]:
 
 def _attention(shape: Architecture) -> Iterator[Parameter]:
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    for parameter in qwen3.attention(shape):
-        if parameter.core[0] not in _NORMS:
-            yield parameter
+    yield from llama.attention(shape)
     yield Parameter(
         ("self_attention.linear_qkv.bias",),
         {

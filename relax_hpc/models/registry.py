@@ -4,7 +4,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.models import fields, qwen2, qwen3, qwen3_moe, qwen3_omni_moe, qwen3_vl, qwen3_vl_moe
+from relax_hpc.models import (
+    fields,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    qwen3_omni_moe,
+    qwen3_vl,
+    qwen3_vl_moe,
+)
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.models.config_json import ConfigJson
 from relax_hpc.models.family import Family
@@ -13,6 +23,8 @@ from relax_hpc.models.names import Parameter
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
+        llama.FAMILY,
+        mistral.FAMILY,
         qwen2.FAMILY,
         qwen3.FAMILY,
         qwen3_moe.FAMILY,

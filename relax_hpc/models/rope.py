@@ -1,4 +1,4 @@
-"""Rotary positions as transformers computes them: plain ones, linear scaling and YaRN.
+"""Rotary positions as transformers computes them: plain ones, linear scaling, YaRN and Llama 3's.
 
 They are said in config.json by `rope_parameters` (since transformers 5), or by `rope_theta` and
 `rope_scaling`. Where several say something, it is decided here as there.
@@ -20,6 +20,9 @@ _KEYS = {
         "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
         "mscale", "mscale_all_dim", "truncate",
     },
+    "llama3": {
+        "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+    },
 }  # fmt: skip
 _OF_ALL = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _OF_SPACE = {"mrope_section", "mrope_interleaved", "interleaved"}
@@ -31,18 +34,19 @@ class Rope:
     """The settings that decide the angles of a position."""
 
     kind: str
-    """default, linear or yarn."""
+    """default, linear, yarn or llama3."""
     base: float
     factor: float = 1.0
     """Ratio of the longest text to the longest at first."""
     original_positions: int = 0
-    """Longest text at first; for yarn, as all that follows."""
+    """Longest text at first; for yarn and llama3."""
     beta_fast: float = 32.0
-    """Channels that turn more often than this within `original_positions` stay as they are."""
+    """Channels that turn more often than this within `original_positions` stay as they are; for
+    llama3, too, as the next."""
     beta_slow: float = 1.0
     """Channels that turn less often turn `factor` times slower; between the two it is gradual."""
     truncate: bool = True
-    """Whether these bounds are rounded to whole channels."""
+    """Whether these bounds are rounded to whole channels; for yarn, as all that follows."""
     attention_factor: float = 1.0
     """Factor by which queries and keys become longer."""
     unfit_for_sglang: str = field(default="", compare=False)
@@ -82,15 +86,7 @@ class Rope:
             return cls(kind, base, sections=_sections(table, head_dim // 2))
         if kind == "default":
             return cls(kind, base)
-        factor = table.number("factor")
-        if kind == "linear":
-            whole = type(table.get("factor")) is int
-            return cls(
-                kind, base, factor,
-                unfit_for_sglang=f"factor = {factor:g}: SGLang takes numbers with a point only; "
-                f"write {factor}" if whole else "",
-            )  # fmt: skip
-        return _yarn(table, base, factor, config.size("max_position_embeddings"))
+        return _scaled(config, table, kind, base)
 
     def __str__(self) -> str:
         scaled = "" if self.kind == "default" else f" and factor {self.factor:g}"
@@ -114,9 +110,24 @@ class Rope:
             return 1.0 / periods
         if self.kind == "linear":
             return 1.0 / periods / self.factor
+        if self.kind == "llama3":
+            return self._slowed_by_turns(1.0 / periods)
         slowed, kept = 1.0 / (self.factor * periods), 1.0 / periods
         part = 1 - self._ramp(head_dim).to(device)
         return slowed * (1 - part) + kept * part
+
+    def _slowed_by_turns(self, frequencies: "torch.Tensor") -> "torch.Tensor":
+        """`frequencies`, of which those of few turns within `original_positions` are slower."""
+        import torch
+
+        lengths = 2 * math.pi / frequencies
+        is_fast = lengths < self.original_positions / self.beta_fast
+        is_slow = lengths > self.original_positions / self.beta_slow
+        part = self.original_positions / lengths - self.beta_slow
+        part /= self.beta_fast - self.beta_slow
+        between = (1 - part) * frequencies / self.factor + part * frequencies
+        slowed = torch.where(is_slow, frequencies / self.factor, between)
+        return torch.where(is_fast, frequencies, slowed)
 
     def _ramp(self, head_dim: int) -> "torch.Tensor":
         """[head_dim / 2] how much of the slowing a channel gets, 0 to 1."""
@@ -170,6 +181,34 @@ def lost_base(config: Table) -> float | None:
 def _table(config: Table) -> Table:
     """transformers takes `rope_scaling`, if it says anything, instead of `rope_parameters`."""
     return config.table("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
+
+
+def _linear(table: Table, base: float, factor: float) -> Rope:
+    whole = type(table.get("factor")) is int
+    return Rope(
+        "linear", base, factor,
+        unfit_for_sglang=f"factor = {factor:g}: SGLang takes numbers with a point only; "
+        f"write {factor}" if whole else "",
+    )  # fmt: skip
+
+
+def _scaled(config: Table, table: Table, kind: str, base: float) -> Rope:
+    factor = table.number("factor")
+    if kind == "linear":
+        return _linear(table, base, factor)
+    if kind == "llama3":
+        return _llama3(table, base, factor)
+    return _yarn(table, base, factor, config.size("max_position_embeddings"))
+
+
+def _llama3(table: Table, base: float, factor: float) -> Rope:
+    slow, fast = table.number("low_freq_factor"), table.number("high_freq_factor")
+    if fast <= slow:
+        raise table.refused(
+            "high_freq_factor", f"a number larger than low_freq_factor = {slow:g} is expected"
+        )
+    original = table.size("original_max_position_embeddings")
+    return Rope("llama3", base, factor, original, beta_fast=fast, beta_slow=slow)
 
 
 def _yarn(table: Table, base: float, factor: float, max_positions: int) -> Rope:

@@ -8,18 +8,19 @@ import numpy as np
 import pytest
 import torch
 from engine_fixtures import named_weights, prompt_of, reference_logprobs, save_checkpoint
+from tiny_models import write
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from relax_hpc.comm.bucket import digest
-from relax_hpc.engines.embedded.model import KvCache, Qwen3, Shape
+from relax_hpc.engines.embedded.model import Decoder, KvCache, Shape
 from relax_hpc.engines.embedded.sampling import Limits, kept, sample, uniforms
 from relax_hpc.engines.embedded.scheduler import Request, Scheduler, Span
 from relax_hpc.errors import ConfigError, EngineError
 from relax_hpc.schema import FinishReason
 
 
-def load(folder) -> Qwen3:
-    model = Qwen3(Shape.read(folder), torch.float32, torch.device("cpu"))
+def load(folder) -> Decoder:
+    model = Decoder(Shape.read(folder), torch.float32, torch.device("cpu"))
     model.load_folder(folder)
     return model
 
@@ -147,8 +148,8 @@ def test_an_incomplete_checkpoint_is_refused_by_name(checkpoints, tmp_path):
 
 
 def test_another_architecture_is_refused_with_a_remedy(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ConfigError, match=r"llama.*engines\.rollout\.kind = 'sglang'"):
+    write(tmp_path, "qwen3_moe")
+    with pytest.raises(ConfigError, match=r"not qwen3_moe; .*engines\.rollout\.kind = 'sglang'"):
         Shape.read(tmp_path)
 
 

@@ -135,11 +135,11 @@ def test_an_engine_that_ends_again_and_again_ends_its_role_by_name(checkpoints, 
 
 
 def test_an_engine_that_cannot_start_fails_at_once_and_says_why(checkpoints, tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     hosted = Hosted(tmp_path, tmp_path)
     with (
         hosted.host,
-        pytest.raises(EngineError, match=r"(?s)engine rollout-0: .*dense Qwen3"),
+        pytest.raises(EngineError, match=r"(?s)engine rollout-0: .*'gpt2': only llama"),
     ):
         hosted.host.wait_until_healthy()
     assert hosted.member.state == "FAILED"

@@ -141,8 +141,10 @@ def test_stop_ends_the_whole_tree_even_if_it_ignores_sigterm(tmp_path):
 
 
 def test_an_engine_that_dies_while_loading_says_why(checkpoints, tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(EngineError, match=r"(?s)loading the model.*engine\.log.*dense Qwen3"):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(
+        EngineError, match=r"(?s)loading the model.*engine\.log.*'gpt2': only llama"
+    ):
         start(tmp_path, tmp_path)
 
 

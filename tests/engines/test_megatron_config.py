@@ -190,7 +190,7 @@ def test_stages_may_be_uneven_if_the_job_says_how(folder):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("model_type", "llama"),
+        ("model_type", "gpt2"),
         ("rope_scaling", {"type": "dynamic"}),
         ("hidden_act", "gelu"),
     ],

@@ -6,7 +6,7 @@ import pytest
 import torch
 from engine_fixtures import prompt_of, reference_logprobs
 from sglang_under_test import SGLANG_PYTHON
-from tiny_models import SAVED, YARN, by_transformers, check, distance, linked, write
+from tiny_models import LLAMA3, SAVED, YARN, by_transformers, check, distance, linked, write
 
 from relax_hpc.config.engines import EnginePool
 from relax_hpc.engines.embedded.model import Shape
@@ -39,6 +39,9 @@ ROPES = {
     "linear beside parameters": {
         "rope_parameters": SAVED, "rope_scaling": {"rope_type": "linear", "factor": 3.0},
     },
+    "llama3": {"rope_scaling": LLAMA3},
+    "llama3, other bounds": {"rope_scaling": LLAMA3 | {"low_freq_factor": 0.1}},
+    "llama3 with a base": {"rope_theta": None, "rope_parameters": LLAMA3 | {"rope_theta": 3e4}},
     "nothing": {"rope_theta": None},
 }  # fmt: skip
 """Settings of rotary positions; a key that is None is left out."""
@@ -88,8 +91,23 @@ def test_bounds_of_yarn_matter(tmp_path):
 
 
 WRONG_ROPES = {
-    "dynamic": ({"type": "dynamic", "factor": 2.0}, "type = 'dynamic': only default, linear, yarn"),
-    "llama3": ({"rope_type": "llama3"}, "rope_type = 'llama3': only default, linear, yarn is"),
+    "dynamic": (
+        {"type": "dynamic", "factor": 2.0},
+        "type = 'dynamic': only default, linear, yarn,",
+    ),
+    "llama3, no bound": ({"rope_type": "llama3", "factor": 8}, "low_freq_factor = missing: a posi"),
+    "llama3, no length": (
+        LLAMA3 | {"original_max_position_embeddings": None},
+        "_embeddings = None: a positive inte",
+    ),
+    "llama3, bounds alike": (
+        LLAMA3 | {"high_freq_factor": 0.25},
+        "high_freq_factor = 0.25: a number larger than low_fre",
+    ),
+    "llama3 and a key of yarn": (
+        LLAMA3 | {"truncate": True},
+        "truncate = True: rope type 'llama3'",
+    ),
     "longrope": ({"rope_type": "longrope"}, "rope_type = 'longrope': only"),
     "no type": ({"rope_type": None, "factor": 2.0}, "rope_type = None: only"),
     "by layer": ({"full_attention": {"rope_type": "yarn"}}, "full_attention = {'rope_type': 'yar"),

@@ -9,7 +9,7 @@ from hf_logprobs import hf_logprobs
 from megatron_reference import collect
 from megatron_worker import VOCAB, job, trajectories
 
-from relax_hpc.engines.embedded.model import KvCache, Qwen3, Shape
+from relax_hpc.engines.embedded.model import Decoder, KvCache, Shape
 
 BASE = {
     "vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -21,7 +21,23 @@ EXPERTS = {
     "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 16,
+    "low_freq_factor": 0.25, "high_freq_factor": 1.0,
+}  # fmt: skip
 FAMILIES = {
+    "llama": BASE
+    | {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "rope_scaling": LLAMA3,
+    },
+    "mistral": BASE
+    | {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "sliding_window": 64,
+    },
     "qwen3": BASE | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
     "qwen2": BASE | {"model_type": "qwen2"},
     "qwen3_moe": BASE | EXPERTS,
@@ -71,7 +87,7 @@ def by_transformers(folder):
 
 def by_engine(folder):
     """Returns the logprob of every token, one by one, with the cache."""
-    model = Qwen3(Shape.read(folder), torch.float32, torch.device("cpu"))
+    model = Decoder(Shape.read(folder), torch.float32, torch.device("cpu"))
     model.load_folder(folder)
     found = []
     for row in ROWS:

@@ -83,9 +83,9 @@ FILES = {
         "model/config.json",
         b"\xff",
     ): "config.json: is not UTF-8 text (invalid start byte); download it again",
-    ("model/config.json", b'{"model_type": "llama"}'): (
-        "model_type = 'llama': only qwen2, qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe, "
-        "qwen3_omni_moe is supported"
+    ("model/config.json", b'{"model_type": "gpt2"}'): (
+        "model_type = 'gpt2': only llama, mistral, qwen2, qwen3, qwen3_moe, qwen3_vl, "
+        "qwen3_vl_moe, qwen3_omni_moe is supported"
     ),
     ("model/config.json", b'{"model_type": "qwen3"}'): (
         "hidden_size = missing: a positive integer is expected"
@@ -111,8 +111,8 @@ CONFIGS = {
     "is_causal": (False, "is_causal = False: only None or True is supported: no token sees what"),
     "attention_bias": (True, "attention_bias = True: only False is supported: only Qwen2 has"),
     "rope_scaling": (
-        {"rope_type": "llama3"},
-        "rope_scaling.rope_type = 'llama3': only default, linear, yarn is supported",
+        {"rope_type": "dynamic"},
+        "rope_scaling.rope_type = 'dynamic': only default, linear, yarn, llama3 is supported",
     ),
 }
 

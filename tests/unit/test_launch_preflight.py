@@ -78,9 +78,9 @@ def test_what_the_cluster_can_give_is_accepted():
     ("fields", "actor", "message"),
     [
         (
-            {"model_type": "llama"},
+            {"model_type": "gpt2"},
             {},
-            "model_type = 'llama': only qwen2, qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe, qwen3_",
+            "model_type = 'gpt2': only llama, mistral, qwen2, qwen3, qwen3_moe, qwen3_vl,",
         ),
         ({"attention_bias": True}, {}, "attention_bias = True: only False is supported"),
         (

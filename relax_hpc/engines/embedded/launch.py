@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.architecture import Architecture
 from relax_hpc.sections import PassThrough
 
 
@@ -18,6 +19,11 @@ class EngineArgs(NamedTuple):
     version_spans: bool = True
     """Replies name the policy version of every token; off, only the newest, as SGLang 0.5.17
     does."""
+
+
+def computes(shape: Architecture) -> bool:
+    """Whether the engine computes such a model: a dense one, of text."""
+    return shape.experts is None and shape.vision is None and shape.audio is None
 
 
 def check(engine_args: PassThrough, pool: str = "engines.rollout") -> None:

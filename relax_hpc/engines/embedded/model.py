@@ -1,4 +1,4 @@
-"""Qwen3, dense, in plain torch, with a preallocated KV cache: the forward pass of a sampler.
+"""Dense models of text in plain torch, with a preallocated KV cache: the forward pass of a sampler.
 
 It reads Hugging Face checkpoints by itself and keeps the query, key and value projections (and the
 two halves of the MLP's input) in one matrix each, so a decode step is few operations. The weights
@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from relax_hpc.engines.embedded import launch
 from relax_hpc.errors import ConfigError, EngineError
-from relax_hpc.models import fields
 from relax_hpc.models.config_json import ConfigJson
 from relax_hpc.models.hf_files import HfFiles
+from relax_hpc.models.registry import FAMILIES, read_architecture
 from relax_hpc.models.rope import Rope
 
 
 class Shape(NamedTuple):
-    """The fields of a Qwen3 config.json that the forward pass needs."""
+    """What the forward pass needs to know of a model."""
 
     vocab_size: int
     hidden_size: int
@@ -35,6 +36,8 @@ class Shape(NamedTuple):
     rms_eps: float
     rope: Rope
     tied: bool
+    has_qk_norms: bool
+    has_qkv_biases: bool
     eos_ids: frozenset[int]
 
     @classmethod
@@ -44,26 +47,28 @@ class Shape(NamedTuple):
         Raises:
             ConfigError: missing, or an architecture this engine does not compute.
         """
-        config = ConfigJson(folder)
-        if config.get("model_type") != "qwen3":
+        found = read_architecture(folder)
+        if not launch.computes(found):
             raise ConfigError(
-                f"model.path = {folder}: the embedded engine serves dense Qwen3, "
-                f"not {config.get('model_type')}; use engines.rollout.kind = 'sglang'"
+                f"model.path = {folder}: the embedded engine serves dense models of text, "
+                f"not {found.model_type}; use engines.rollout.kind = 'sglang'"
             )
-        fields.check(config)
+        has = FAMILIES[found.model_type].transformer(found)
         return cls(
-            vocab_size=config.size("vocab_size"),
-            hidden_size=config.size("hidden_size"),
-            intermediate_size=config.size("intermediate_size"),
-            num_layers=config.size("num_hidden_layers"),
-            num_heads=config.size("num_attention_heads"),
-            num_kv_heads=config.size("num_key_value_heads"),
-            head_dim=config.size("head_dim", fields.QWEN3_HEAD_DIM),
-            max_positions=config.size("max_position_embeddings"),
-            rms_eps=config.number("rms_norm_eps"),
-            rope=Rope.read(config),
-            tied=config.flag("tie_word_embeddings"),
-            eos_ids=_eos_ids(folder, config),
+            vocab_size=found.vocab_size,
+            hidden_size=found.hidden_size,
+            intermediate_size=found.ffn_hidden_size,
+            num_layers=found.num_layers,
+            num_heads=found.num_heads,
+            num_kv_heads=found.num_kv_heads,
+            head_dim=found.head_dim,
+            max_positions=found.max_positions,
+            rms_eps=found.norm_epsilon,
+            rope=found.rope,
+            tied=found.tied_embeddings,
+            has_qk_norms=has["qk_layernorm"],
+            has_qkv_biases=has["add_qkv_bias"],
+            eos_ids=_eos_ids(folder, ConfigJson(folder)),
         )
 
 
@@ -111,15 +116,16 @@ class KvCache:
 class _Layer(NamedTuple):
     input_norm: Tensor
     qkv: Tensor
-    q_norm: Tensor
-    k_norm: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
     out: Tensor
     mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
 
 
-class Qwen3:
+class Decoder:
     """The weights and the two forward passes: prefill of prompts, decode of one token each."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
@@ -237,10 +243,11 @@ class Qwen3:
         n, length = tokens.shape
         heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
         for index, layer in enumerate(self._layers):
-            qkv = functional.linear(self._rms(x, layer.input_norm), layer.qkv)
+            qkv = functional.linear(self._rms(x, layer.input_norm), layer.qkv, layer.qkv_bias)
             q, k, v = qkv.view(n, length, sum(heads), shape.head_dim).split_with_sizes(heads, 2)
-            q = _rotate(self._rms(q, layer.q_norm), cos, sin).transpose(1, 2)
-            k = _rotate(self._rms(k, layer.k_norm), cos, sin).transpose(1, 2)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q, k = self._rms(q, layer.q_norm), self._rms(k, layer.k_norm)
+            q, k = (_rotate(part, cos, sin).transpose(1, 2) for part in (q, k))
             out = attend(index, q, k, v.transpose(1, 2))
             x = x + functional.linear(out.transpose(1, 2).reshape(n, length, -1), layer.out)
             gate, up = functional.linear(self._rms(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
@@ -265,24 +272,31 @@ class Qwen3:
         s, prefix = self.shape, f"model.layers.{index}."
         q_rows, kv_rows = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
 
-        def fused(parts: dict[str, int]) -> Tensor:
-            size = (sum(parts.values()), s.hidden_size)
+        def fused(parts: dict[str, int], kind: str = "weight") -> Tensor:
+            rows = sum(parts.values())
+            size = (rows, s.hidden_size) if kind == "weight" else (rows,)
             whole = torch.empty(size, dtype=self.dtype, device=self.device)
             for name, view in zip(parts, whole.split_with_sizes(list(parts.values())), strict=True):
-                self._register(f"{prefix}{name}.weight", view)
+                self._register(f"{prefix}{name}.{kind}", view)
             return whole
+
+        def head_norm(name: str) -> Tensor | None:
+            if not s.has_qk_norms:
+                return None
+            return self._make_vector(f"{prefix}self_attn.{name}.weight", s.head_dim)
+
+        projections = {
+            "self_attn.q_proj": q_rows,
+            "self_attn.k_proj": kv_rows,
+            "self_attn.v_proj": kv_rows,
+        }
 
         return _Layer(
             input_norm=self._make_vector(f"{prefix}input_layernorm.weight", s.hidden_size),
-            qkv=fused(
-                {
-                    "self_attn.q_proj": q_rows,
-                    "self_attn.k_proj": kv_rows,
-                    "self_attn.v_proj": kv_rows,
-                }
-            ),
-            q_norm=self._make_vector(f"{prefix}self_attn.q_norm.weight", s.head_dim),
-            k_norm=self._make_vector(f"{prefix}self_attn.k_norm.weight", s.head_dim),
+            qkv=fused(projections),
+            qkv_bias=fused(projections, "bias") if s.has_qkv_biases else None,
+            q_norm=head_norm("q_norm"),
+            k_norm=head_norm("k_norm"),
             out=self._make(f"{prefix}self_attn.o_proj.weight", s.hidden_size, q_rows),
             mlp_norm=self._make_vector(f"{prefix}post_attention_layernorm.weight", s.hidden_size),
             gate_up=fused(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.engines.embedded.memory import Released
-from relax_hpc.engines.embedded.model import KvCache, Qwen3
+from relax_hpc.engines.embedded.model import Decoder, KvCache
 from relax_hpc.engines.embedded.sampling import Limits, sample, uniforms
 from relax_hpc.errors import EngineError
 from relax_hpc.schema import FinishReason
@@ -121,7 +121,7 @@ class Request:
 class Scheduler:
     """Runs requests and, between steps, commands; `run` is the body of its thread."""
 
-    def __init__(self, model: Qwen3, *, max_running: int, version: str) -> None:
+    def __init__(self, model: Decoder, *, max_running: int, version: str) -> None:
         self.model, self.version, self.paused = model, version, False
         self._cache = KvCache(model.shape, model.dtype, model.device)
         self._max_running = max_running

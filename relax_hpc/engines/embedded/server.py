@@ -30,7 +30,7 @@ from relax_hpc.comm.bucket import NamedTensors, digest
 from relax_hpc.comm.orders import LOADER
 from relax_hpc.engines.embedded.generation import GenerationEndpoint
 from relax_hpc.engines.embedded.lane_weights import LaneWeights
-from relax_hpc.engines.embedded.model import Qwen3, Shape
+from relax_hpc.engines.embedded.model import Decoder, Shape
 from relax_hpc.engines.embedded.scheduler import MEMORY, Scheduler
 from relax_hpc.engines.embedded.weight_groups import WeightGroups
 from relax_hpc.errors import EngineError
@@ -257,7 +257,7 @@ def serve(model_path: Path, host: str, options: Body) -> None:
     torch.set_num_threads(options["num_threads"])
     gpus.check(options["gpus"], torch.cuda.device_count(), f"torch {torch.__version__}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = Qwen3(Shape.read(model_path), getattr(torch, options["dtype"]), device)
+    model = Decoder(Shape.read(model_path), getattr(torch, options["dtype"]), device)
     model.load_folder(model_path)
     scheduler = Scheduler(model, max_running=options["max_running_requests"], version="0")
     generation = GenerationEndpoint(scheduler, version_spans=options["version_spans"])

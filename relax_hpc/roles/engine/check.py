@@ -43,7 +43,7 @@ def check_engine(
         ConfigError: naming the first reason why not.
     """
     key = f"engines.{name}"
-    if pool.kind == "embedded" and shape.model_type != "qwen3":
+    if pool.kind == "embedded" and not embedded.computes(shape):
         raise ConfigError(
             f"{key}.kind = 'embedded': does not compute models of model_type "
             f"{shape.model_type!r}; use 'sglang'"

@@ -349,13 +349,13 @@ def check_lengths(config: RunConfig, longest: Mapping[str, int]) -> None:
         place = (limit, f"{section}.max_new_tokens") if limit else (new, key)
         lengths.append((tokens, *place))
     tokens, new, key = max(lengths, key=lambda each: each[0] + each[1])
-    positions = read_architecture(config.model.path).max_positions
-    if tokens + new > positions:
-        left = positions - tokens
+    shape = read_architecture(config.model.path)
+    if tokens + new > shape.max_positions:
+        left = shape.max_positions - tokens
         remedy = f"use {left} or less" if left > 0 else "lower prompts.max_prompt_tokens"
         raise ConfigError(
-            f"{key} = {new}: the longest prompt has {tokens} tokens and the model {positions} "
-            f"positions; {remedy}"
+            f"{key} = {new}: the longest prompt has {tokens} tokens and the model "
+            f"{shape.said_positions}; {remedy}"
         )
 
 

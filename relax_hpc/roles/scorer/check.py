@@ -22,7 +22,8 @@ def check_reference(config: RunConfig, shape: Architecture) -> None:
     except ConfigError as error:
         raise ConfigError(f"reference: {error}") from None
     check_sees_alike(config, path, "reference.path")
-    names = [field.name for field in fields(Architecture) if field.name != "max_positions"]
+    of_length = {"max_positions", "is_window"}
+    names = [field.name for field in fields(Architecture) if field.name not in of_length]
     own = reference.placement == "own"
     for name in ["vocab_size"] if own else names:
         if getattr(found, name) != getattr(shape, name):

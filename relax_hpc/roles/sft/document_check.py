@@ -137,11 +137,11 @@ def check_lengths(config: SftRunConfig, longest: int) -> None:
             f"sft.tokens_per_step = {step}: the longest document has {longest} tokens; "
             f"use {longest} or more, or lower sft.max_tokens"
         )
-    positions = read_architecture(config.model.path).max_positions
-    if longest > positions:
+    shape = read_architecture(config.model.path)
+    if longest > shape.max_positions:
         raise ConfigError(
             f"sft.max_tokens = {config.sft.max_tokens}: the longest document has {longest} tokens "
-            f"and the model {positions} positions; use {positions} or less"
+            f"and the model {shape.said_positions}; use {shape.max_positions} or less"
         )
 
 

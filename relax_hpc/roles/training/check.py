@@ -38,7 +38,8 @@ def check_model(path: Path, config: MegatronConfig) -> Architecture:
 
 
 def check_sees_alike(config: RunConfig, path: Path, key: str) -> None:
-    """A model that is given the policy's rows is shown their media as the policy is.
+    """A model that is given the policy's rows is shown their media as the policy is, and its tokens
+    see all before them.
 
     Args:
         config: of the run.
@@ -50,6 +51,13 @@ def check_sees_alike(config: RunConfig, path: Path, key: str) -> None:
         raise ConfigError(
             f"{key} = {str(path)!r}: its images are made otherwise than model.path's (by its "
             "config.json and the files of its preprocessor); use a model of the same preprocessor"
+        )
+    found, budget = registry.read_architecture(path), config.actor.tokens_per_micro_batch
+    longest = min(registry.read_architecture(config.model.path).max_positions, budget)
+    if found.is_window and found.max_positions < longest:
+        raise ConfigError(
+            f"{key} = {str(path)!r}: has {found.said_positions}, and a row may have {longest} "
+            f"tokens; use actor.tokens_per_micro_batch = {found.max_positions}, or another model"
         )
 
 

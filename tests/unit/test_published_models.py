@@ -1,0 +1,31 @@
+"""config.json of models as they were published: read, with the numbers that are known of them."""
+
+import json
+import math
+
+import pytest
+from llama_configs import CONFIGS
+
+from relax_hpc.engines.megatron.flops import training_flops
+from relax_hpc.models import fields
+from relax_hpc.models.config_json import ConfigJson
+from relax_hpc.models.registry import parameters, read_architecture
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_published_model_is_read_without_doubts_and_has_its_parameters(tmp_path, name):
+    record, expected = CONFIGS[name]
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    shape = read_architecture(tmp_path)
+    assert fields.doubts(ConfigJson(tmp_path)) == []
+    made = list(parameters(shape))
+    assert sum(math.prod(size) for each in made for size in each.hf.values()) == expected
+    assert shape.max_positions == record["max_position_embeddings"]
+    assert shape.tied_embeddings == record["tie_word_embeddings"]
+    assert shape.rope.base == record.get("rope_theta", 10000)
+    assert shape.rope.kind == ("llama3" if record.get("rope_scaling") else "default")
+    # 6 for each weight in a product: all but norms and an embedding that is not the output's too.
+    norms = sum(math.prod(size) for each in made for n, size in each.hf.items() if "norm" in n)
+    table = 0 if shape.tied_embeddings else shape.vocab_size * shape.hidden_size
+    attended = shape.num_layers * shape.num_heads * shape.head_dim
+    assert training_flops(shape, [1]) == 6 * (expected - norms - table + attended)
