@@ -65,7 +65,10 @@ def make(
         prompts = map(source.prompt, range(len(source)))
         end = [tokens.eos_token_id]
         return [
-            Example(p.token_ids, tokens.encode(p.metadata["completion"]) + end) for p in prompts
+            Example(
+                p.token_ids, tokens.encode(p.metadata["completion"], add_special_tokens=False) + end
+            )
+            for p in prompts
         ]
 
     outcome = warm_start(

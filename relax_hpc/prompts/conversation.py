@@ -1,8 +1,10 @@
 """Messages -> token ids: of a whole conversation, or of what comes after tokens that stay."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from relax_hpc.models.ends import ends_of
 from relax_hpc.prompts.stop_texts import StopTexts
 from relax_hpc.prompts.template import Message, Template
 
@@ -33,6 +35,7 @@ class Conversation:
         self._tokenizer = tokenizer
         self._template = Template(tokenizer) if chat_template else None
         self._prefix = assistant_prefix
+        self._ends = ends_of(Path(tokenizer.name_or_path))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
@@ -119,7 +122,8 @@ class Conversation:
         """The text of what comes after a reply, up to where the policy is to go on.
 
         The tokens of the reply and before it stay what they are: only what the template writes
-        after a reply is tokenized. A reply that was cut off gets its end of turn.
+        after a reply is tokenized. A reply that was cut off gets its end of turn; one that ended on
+        another end of the model's that the template knows (Llama's <|eom_id|>) gets no second.
 
         Args:
             where: as in `encode`.
@@ -144,7 +148,10 @@ class Conversation:
                 return None
             if end := self._end_of_turn(token_ids):
                 before, found, after = rest.partition(end)
-                rest = after if found and not before.strip() else rest
+                if found and not before.strip():
+                    rest = after
+                elif token_ids[-1] in self._ends and end in self._template.text:
+                    rest = rest.removeprefix(self._tokenizer.eos_token or "")
         return rest + self._prefix
 
     def _end_of_turn(self, token_ids: Sequence[int]) -> str:

@@ -5,7 +5,6 @@ two halves of the MLP's input) in one matrix each, so a decode step is few opera
 keep their Hugging Face names: `weights` maps each name to a view, and copying into it is enough.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -16,7 +15,7 @@ from torch.nn import functional
 
 from relax_hpc.engines.embedded import launch
 from relax_hpc.errors import ConfigError, EngineError
-from relax_hpc.models.config_json import ConfigJson
+from relax_hpc.models.ends import ends_of
 from relax_hpc.models.hf_files import HfFiles
 from relax_hpc.models.registry import FAMILIES, read_architecture
 from relax_hpc.models.rope import Rope
@@ -68,18 +67,8 @@ class Shape(NamedTuple):
             tied=found.tied_embeddings,
             has_qk_norms=has["qk_layernorm"],
             has_qkv_biases=has["add_qkv_bias"],
-            eos_ids=_eos_ids(folder, ConfigJson(folder)),
+            eos_ids=ends_of(folder),
         )
-
-
-def _eos_ids(folder: Path, config: ConfigJson) -> frozenset[int]:
-    generation = folder / "generation_config.json"
-    overlay = json.loads(generation.read_text()) if generation.exists() else {}
-    ids: set[int] = set()
-    for source in (config, overlay):
-        eos = source.get("eos_token_id")
-        ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    return frozenset(ids)
 
 
 class KvCache:
