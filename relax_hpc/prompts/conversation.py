@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_hpc.models.ends import ends_of
+from relax_hpc.models.config_json import ends_of
 from relax_hpc.prompts.stop_texts import StopTexts
 from relax_hpc.prompts.template import Message, Template
 

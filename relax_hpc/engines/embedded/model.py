@@ -15,14 +15,14 @@ from torch.nn import functional
 
 from relax_hpc.engines.embedded import launch
 from relax_hpc.errors import ConfigError, EngineError
-from relax_hpc.models.ends import ends_of
+from relax_hpc.models.config_json import ends_of
 from relax_hpc.models.hf_files import HfFiles
 from relax_hpc.models.registry import FAMILIES, read_architecture
 from relax_hpc.models.rope import Rope
 
 
 class Shape(NamedTuple):
-    """What the forward pass needs to know of a model."""
+    """The facts of a model that the forward pass needs."""
 
     vocab_size: int
     hidden_size: int

@@ -6,7 +6,7 @@ import llamas
 import pytest
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.ends import ends_of
+from relax_hpc.models.config_json import ends_of
 from relax_hpc.prompts import tokenizer as tokenizers
 from relax_hpc.prompts.chat import ChatTemplate
 from relax_hpc.prompts.conversation import Conversation
