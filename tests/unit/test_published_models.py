@@ -2,14 +2,18 @@
 
 import json
 import math
+from contextlib import nullcontext
 
 import pytest
 from llama_configs import CONFIGS
 
+from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.megatron.flops import training_flops
+from relax_hpc.errors import ConfigError
 from relax_hpc.models import fields
 from relax_hpc.models.config_json import ConfigJson
 from relax_hpc.models.registry import parameters, read_architecture
+from relax_hpc.roles.training.check import check_sees_alike
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -29,3 +33,24 @@ def test_a_published_model_is_read_without_doubts_and_has_its_parameters(tmp_pat
     table = 0 if shape.tied_embeddings else shape.vocab_size * shape.hidden_size
     attended = shape.num_layers * shape.num_heads * shape.head_dim
     assert training_flops(shape, [1]) == 6 * (expected - norms - table + attended)
+
+
+def test_a_reference_with_a_window_that_is_shorter_than_a_row_is_refused(tmp_path):
+    record, _ = CONFIGS["Mistral-7B-v0.3"]
+    for name, window in (("policy", None), ("reference", 4096)):
+        (tmp_path / name).mkdir()
+        text = json.dumps(record | {"sliding_window": window})
+        (tmp_path / name / "config.json").write_text(text)
+    for budget, fits in ((4096, True), (4097, False)):
+        config = RunConfig.model_validate(
+            {
+                "name": "test",
+                "model": {"path": str(tmp_path / "policy")},
+                "prompts": {"train": "unused"},
+                "schedule": {"num_steps": 1},
+                "actor": {"tokens_per_micro_batch": budget},
+            }
+        )
+        said = r"reference\.path = .*: has a sliding window of 4096 .* may have 4097 tokens; use "
+        with nullcontext() if fits else pytest.raises(ConfigError, match=said):
+            check_sees_alike(config, tmp_path / "reference", "reference.path")
