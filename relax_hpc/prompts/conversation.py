@@ -35,7 +35,7 @@ class Conversation:
         self._tokenizer = tokenizer
         self._template = Template(tokenizer) if chat_template else None
         self._prefix = assistant_prefix
-        self._ends = ends_of(Path(tokenizer.name_or_path))
+        self._ends = ends_of(Path(tokenizer.name_or_path)) if chat_template else frozenset[int]()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""

@@ -110,9 +110,10 @@ def test_texts_of_mistral_are_no_longer_than_its_window(ranks, weights, tmp_path
     assert shape.said_positions == "a sliding window of 20 (config.json: sliding_window)"
     longest = max(len(row.token_ids) for row in ROWS)
     plain = by_transformers(weights["mistral"])
-    for window, is_seen in ((longest, True), (longest - 1, False)):
+    # The last token that says something of another one is that before the last.
+    for window, is_seen in ((longest - 1, True), (longest - 2, False)):
         write(folder, "mistral", sliding_window=window)
-        assert (distance(by_transformers(folder), plain) == 0) == is_seen
+        assert (distance(by_transformers(folder), plain) < 1e-5) == is_seen
     for window, longest in ((None, 64), (64, 64), (4096, 64), (63, 63)):
         write(folder, "mistral", sliding_window=window)
         assert read_architecture(folder).max_positions == longest

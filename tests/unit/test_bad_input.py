@@ -40,7 +40,7 @@ SETTINGS = {
         "rollout.max_new_tokens = 5000: the longest prompt has 10 tokens and the model 4096 "
         "positions; use 4086 or less"
     ),
-    "rollout.environment=two_turns": "no such environment; use single_turn, or name a class",
+    "rollout.environment=two_turns": "no such environment; use single_turn, program, or name",
     "rollout.environment=mine.py:Mine": "cannot be made: FileNotFoundError",
     "eval.every=20": "eval.every = 20: is eval.heldout.every now; use that",
     "eval.heldout.evry=20": "unknown key; did you mean eval.heldout.every?",

@@ -13,7 +13,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.models import fields
 from relax_hpc.models.config_json import ConfigJson
 from relax_hpc.models.registry import parameters, read_architecture
-from relax_hpc.roles.training.check import check_sees_alike
+from relax_hpc.roles.training.check import check_window
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -53,4 +53,5 @@ def test_a_reference_with_a_window_that_is_shorter_than_a_row_is_refused(tmp_pat
         )
         said = r"reference\.path = .*: has a sliding window of 4096 .* may have 4097 tokens; use "
         with nullcontext() if fits else pytest.raises(ConfigError, match=said):
-            check_sees_alike(config, tmp_path / "reference", "reference.path")
+            found, shape = (read_architecture(tmp_path / n) for n in ("reference", "policy"))
+            check_window(config, f"reference.path = '{tmp_path}'", found, shape)

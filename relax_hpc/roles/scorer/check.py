@@ -5,7 +5,12 @@ from dataclasses import fields
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.architecture import Architecture
-from relax_hpc.roles.training.check import check_model, check_sees_alike, check_weights
+from relax_hpc.roles.training.check import (
+    check_model,
+    check_sees_alike,
+    check_weights,
+    check_window,
+)
 
 
 def check_reference(config: RunConfig, shape: Architecture) -> None:
@@ -22,6 +27,7 @@ def check_reference(config: RunConfig, shape: Architecture) -> None:
     except ConfigError as error:
         raise ConfigError(f"reference: {error}") from None
     check_sees_alike(config, path, "reference.path")
+    check_window(config, f"reference.path = {str(path)!r}", found, shape)
     of_length = {"max_positions", "is_window"}
     names = [field.name for field in fields(Architecture) if field.name not in of_length]
     own = reference.placement == "own"

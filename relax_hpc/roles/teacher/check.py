@@ -8,7 +8,12 @@ from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.roles.teacher.prompts import privileged_prompts
-from relax_hpc.roles.training.check import check_model, check_sees_alike, check_weights
+from relax_hpc.roles.training.check import (
+    check_model,
+    check_sees_alike,
+    check_weights,
+    check_window,
+)
 
 SAMPLE = 64
 """Rows of which the teacher's prompts are made, the longest among them."""
@@ -36,6 +41,7 @@ def _check_model(config: RunConfig, name: str, shape: Architecture) -> None:
             "shown some; remove it"
         )
     key = f"teachers.{name}.path = {str(path)!r}"
+    check_window(config, key, found, shape)
     remedy = "use a teacher of the same tokenizer"
     if found.vocab_size != shape.vocab_size:
         raise ConfigError(

@@ -38,8 +38,7 @@ def check_model(path: Path, config: MegatronConfig) -> Architecture:
 
 
 def check_sees_alike(config: RunConfig, path: Path, key: str) -> None:
-    """A model that is given the policy's rows is shown their media as the policy is, and its tokens
-    see all before them.
+    """A model that is given the policy's rows is shown their media as the policy is.
 
     Args:
         config: of the run.
@@ -52,12 +51,22 @@ def check_sees_alike(config: RunConfig, path: Path, key: str) -> None:
             f"{key} = {str(path)!r}: its images are made otherwise than model.path's (by its "
             "config.json and the files of its preprocessor); use a model of the same preprocessor"
         )
-    found, budget = registry.read_architecture(path), config.actor.tokens_per_micro_batch
-    longest = min(registry.read_architecture(config.model.path).max_positions, budget)
+
+
+def check_window(config: RunConfig, key: str, found: Architecture, shape: Architecture) -> None:
+    """Tokens of the policy's rows see all before them in another model, too.
+
+    Args:
+        config: of the run.
+        key: that names the other model, with its folder, for messages.
+        found: the other model.
+        shape: the policy.
+    """
+    longest = min(shape.max_positions, config.actor.tokens_per_micro_batch)
     if found.is_window and found.max_positions < longest:
         raise ConfigError(
-            f"{key} = {str(path)!r}: has {found.said_positions}, and a row may have {longest} "
-            f"tokens; use actor.tokens_per_micro_batch = {found.max_positions}, or another model"
+            f"{key}: has {found.said_positions}, and a row may have {longest} tokens; use "
+            f"actor.tokens_per_micro_batch = {found.max_positions}, or another model"
         )
 
 

@@ -13,7 +13,9 @@ from relax_hpc.roles.scorer import check as reference_check
 from relax_hpc.roles.sft import document_check
 from relax_hpc.roles.teacher import check as teacher_check
 
-SEES = SimpleNamespace(vision=object(), vocab_size=8, model_type="qwen3_vl")
+SEES = SimpleNamespace(vision=object(), vocab_size=8, model_type="qwen3_vl", is_window=False,
+    max_positions=64,
+)  # fmt: skip
 
 
 @pytest.fixture
