@@ -101,7 +101,57 @@ def test_calls_of_tools_are_told_from_the_text_and_go_back_as_they_were_sampled(
     ],
 )  # fmt: skip
 def test_calls_are_read_leniently_and_what_cannot_be_read_stays(text, content, calls):
-    assert parse(text) == (content, calls)
+    assert parse(text, [ADD]) == (content, calls)
+
+
+FIND = {"type": "function", "function": {"name": "find", "parameters": {"properties": {
+    "text": {"type": "string"}, "most": {"type": "integer"}, "exact": {"type": "boolean"},
+    "in": {"type": "array"},
+}}}}  # fmt: skip
+TAGGED = """<tool_call>
+<function=find>
+<parameter=text>
+12
+x < y
+</parameter>
+<parameter=most>
+3
+</parameter>
+<parameter=exact>True</parameter>
+<parameter=in>["a", 1]</parameter>
+<parameter=new>7</parameter>
+</function>
+</tool_call>"""
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"I look. {TAGGED}", "I look.",
+         [ToolCall("find", {"text": "12\nx < y", "most": 3, "exact": True, "in": ["a", 1],
+                            "new": "7"})]),
+        ("<tool_call><function=find><parameter=most>few</parameter></function></tool_call>", "",
+         [ToolCall("find", {"most": "few"})]),
+        ("<tool_call><function=find></tool_call>", "", [ToolCall("find", {})]),
+        ("<tool_call><function></tool_call>", "<tool_call><function></tool_call>", []),
+        ('{"name": "add", "parameters": {"a": 1}}', "", [ToolCall("add", {"a": 1})]),
+        ('\n[{"name": "add", "arguments": {"a": 1}}, {"name": "find", "arguments": {}}] ', "",
+         [ToolCall("add", {"a": 1}), ToolCall("find", {})]),
+        ('<think>so</think>{"name": "add", "parameters": {}}', "<think>so</think>",
+         [ToolCall("add", {})]),
+        *((text, text, []) for text in (
+            '{"name": "other", "parameters": {}}',
+            '[{"name": "add", "arguments": {}}, {"name": "other", "arguments": {}}]',
+            '[{"name": "add", "arguments": {}}, 3]',
+            'I say {"name": "add", "parameters": {}}',
+            '{"name": "add", "age": 3}', "[]", "3", '{"name": "add", "parameters": 3}',
+        )),
+    ],
+)  # fmt: skip
+def test_calls_are_read_in_the_form_of_each_family(text, content, calls):
+    """Qwen3-Coder's tags; Llama's and Mistral's JSON, which is an answer if no tool has the
+    name."""
+    assert parse(text, [ADD, FIND]) == (content, calls)
 
 
 def test_without_tools_or_with_tool_choice_none_a_call_is_text(tokens):

@@ -25,8 +25,8 @@ class Asked(NamedTuple):
     messages: list[Any]
     tools: list[dict[str, Any]] | None
     """None are those of the prompt."""
-    takes_calls: bool
-    """Whether calls of tools are told from the text."""
+    callable_tools: list[dict[str, Any]]
+    """Tools whose calls are told from the text."""
     max_new_tokens: int | None
     stop: list[str] | None
     """Texts that end the reply; None are the run's."""
@@ -62,7 +62,7 @@ def asked_of(body: object, session: Session) -> Asked:
     return Asked(
         messages,
         tools,
-        bool(there) and choice == "auto",
+        list(there or []) if choice == "auto" else [],
         _limit(fields),
         _stop(fields.get("stop")),
         _flag(fields, "stream"),

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from relax_hpc.environments.chat_api.tool_calls import Parsed, ToolCall, parse
+from relax_hpc.environments.chat_api.tool_calls import Parsed, Tool, ToolCall, parse
 from relax_hpc.environments.session import Reply
 from relax_hpc.prompts.template import Message
 from relax_hpc.schema import FinishReason
@@ -17,18 +17,18 @@ Completion = dict[str, Any]
 
 
 def completion(
-    number: int, reply: Reply, *, takes_calls: bool, stop: Sequence[str] | None
+    number: int, reply: Reply, *, tools: Sequence[Tool], stop: Sequence[str] | None
 ) -> Completion:
     """A reply in OpenAI's form.
 
     Args:
         number: of the reply in its episode; names of calls are of it, the same in every try.
         reply: of the policy.
-        takes_calls: whether calls of tools are told from the text.
+        tools: whose calls are told from the text; where there are none it stays one.
         stop: texts that the agent wants a reply to end before; in the conversation they stay.
     """
     text = _before(reply.text, stop or ())
-    found = parse(text) if takes_calls else Parsed(text, [])
+    found = parse(text, tools) if tools else Parsed(text, [])
     given, sampled = len(reply.call.given), len(reply.call.draft.token_ids)
     return {
         "id": f"chatcmpl-{number}",

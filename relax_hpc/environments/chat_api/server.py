@@ -88,9 +88,7 @@ class Served:
                 stop=asked.stop,
                 tools=asked.tools,
             )
-            made = completion(
-                self.num_replies, reply, takes_calls=asked.takes_calls, stop=asked.stop
-            )
+            made = completion(self.num_replies, reply, tools=asked.callable_tools, stop=asked.stop)
             self._history.give_out(reply, message_of(made))
             self.num_replies += 1
         return made
