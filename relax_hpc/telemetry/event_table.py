@@ -117,7 +117,8 @@ EVENTS: dict[str, EventKind] = {
             "reward/...": "mean over episodes",
             "parts/...": "mean of each part of the reward over the episodes that have it",
             "rollout/...": "likewise of the environment's metrics; media/number, bytes, "
-            "tokens, and prepare_s, seconds that a prompt waited for its media",
+            "tokens, and prepare_s, seconds that a prompt waited for its media; reward/<source>, "
+            "that of prompts of each of several sources",
             "counts": "episodes that have it, by name of a mean, where these are not all",
         },
         {"rollout/...": "rollout/..."},

@@ -311,7 +311,13 @@ class Grouper:
             for sibling, seed, episode in zip(siblings, seeds, episodes, strict=True)
             for row in rows_of(guid, sibling, prompt, seed, episode)
         ]
-        return PromptGroup(guid, rows, [episode.metrics for episode in episodes])
+        return PromptGroup(guid, rows, [self._told(prompt, each) for each in episodes])
+
+    def _told(self, prompt: Prompt, episode: Episode) -> Mapping[str, float]:
+        """The numbers of an episode, with the reward of its source where there are several."""
+        if len(self._config.prompts.sources) < 2 or episode.score.error is not None:
+            return episode.metrics
+        return {**episode.metrics, f"reward/{prompt.source}": episode.score.value}
 
 
 def retired_group(guid: int, prompt: Prompt, siblings: int) -> PromptGroup:

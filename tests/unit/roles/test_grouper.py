@@ -1,6 +1,7 @@
 """The rows that the rollout makes of what engines sample: every field, by hand."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -127,3 +128,14 @@ def test_a_group_is_refused_once_too_many_rewards_have_failed():
         RewardError, match=r"failed for 202 of the last 202 .*202 x a bug, first in 5/0"
     ):
         asyncio.run(run())
+
+
+@pytest.mark.parametrize("names", [["sums"], ["sums", "code"]])
+def test_the_reward_of_a_source_is_told_where_there_are_several(monkeypatch, names):
+    def score(response, prompt):
+        return failed("it fell over") if tuple(response) == (31,) else 0.25
+
+    monkeypatch.setattr(f"{__name__}.PROMPT", replace(PROMPT, source="sums"))
+    made = group(Sampler(), score, prompts={"sources": {name: {"path": name} for name in names}})
+    told = [{"reward/sums": 0.25}, {}] if len(names) > 1 else [{}, {}]
+    assert made.metrics == told
