@@ -21,10 +21,10 @@ REPOSITORY = Path(__file__).parents[2]
 UNHURRIED = """
 import asyncio, pathlib
 
-async def score(response):
+async def score(response, answer):
     if pathlib.Path(__file__).with_name("slowly").exists():
         await asyncio.sleep(SECONDS)
-    return float(len(response) % 2)
+    return float(WORTH)
 """
 CLI = Path(sys.executable).with_name("relax-hpc")
 
@@ -61,12 +61,13 @@ def submit(job, model_folder, *, local, run=cli, **settings):
     return Submitted(Path(re.search(r"^run directory: (.*)$", said, re.MULTILINE)[1]), said)
 
 
-def unhurried(folder, seconds=0.3):
+def unhurried(folder, seconds=0.3, worth="len(response) % 2"):
     """A reward, as a job names it, that takes its time while the file `slowly` lies beside it.
 
     So a run lasts while something is done to it, and leaves the processor to that.
     """
-    (folder / "unhurried.py").write_text(UNHURRIED.replace("SECONDS", str(seconds)))
+    text = UNHURRIED.replace("SECONDS", str(seconds)).replace("WORTH", worth)
+    (folder / "unhurried.py").write_text(text)
     (folder / "slowly").touch()
     return f"{folder}/unhurried.py:score"
 

@@ -10,10 +10,11 @@ from e2e_runs import (
     cli,
     events_of,
     every_prompt_once,
-    has_done,
+    hurry,
     is_over,
     planned,
     submit,
+    unhurried,
     wait_for,
     wait_until,
 )
@@ -69,11 +70,13 @@ def assert_complete(run_dir, after, steps=STEPS):
 def test_a_reference_component_that_is_killed_scores_every_row_as_hugging_face_does(tiny, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    run_dir = submit_small(tiny, tmp_path, **{"reference.placement": "own"})
+    own = {"reference.placement": "own", "reward.name": unhurried(tmp_path)}
+    run_dir = submit_small(tiny, tmp_path, **own)
     try:
-        wait_until(run_dir, has_done(1), 150)
+        wait_for(lambda: events_of(run_dir, "actor", "step"), 150)
         actor = events_of(run_dir, "actor", "start")[-1]["pid"]
         os.kill(events_of(run_dir, "reference", "start")[-1]["pid"], signal.SIGKILL)
+        hurry(tmp_path)
         after = wait_until(run_dir, is_over, 200)
     finally:
         cli("cancel", run_dir)
@@ -103,13 +106,15 @@ def test_a_resumed_actor_has_the_reference_that_it_had(tiny, tmp_path):
             "reference.refresh_every": 3,
             "schedule.num_steps": steps,
             "actor.save_every": 5,
+            "reward.name": unhurried(tmp_path, worth="answer in response"),
         },
     )
     try:
-        wait_until(run_dir, lambda _: events_of(run_dir, "actor", "checkpoint"), 150)
+        wait_for(lambda: events_of(run_dir, "actor", "checkpoint"), 150)
         wait_for(lambda: events_of(run_dir, "actor", "step")[-1]["step"] % 5 in (3, 4))
         before = {each["step"]: each for each in events_of(run_dir, "actor", "step")}
         os.kill(events_of(run_dir, "actor", "start")[-1]["pid"], signal.SIGKILL)
+        hurry(tmp_path)
         after = wait_until(run_dir, is_over, 200)
     finally:
         cli("cancel", run_dir)
