@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from relax_hpc.models.rope import Rope
+from relax_hpc.models.rotary.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from relax_hpc.models.config_json import ConfigJson, Table
-from relax_hpc.models.rope import lost_base
+from relax_hpc.models.rotary.rope import lost_base
 
 CAUSAL = {
     "llama": "LlamaForCausalLM",

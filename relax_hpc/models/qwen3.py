@@ -8,7 +8,7 @@ from relax_hpc.models.config_json import ConfigJson, Table
 from relax_hpc.models.family import Family
 from relax_hpc.models.fields import QWEN3_HEAD_DIM
 from relax_hpc.models.names import Parameter
-from relax_hpc.models.rope import DEFAULT_BASE, Rope
+from relax_hpc.models.rotary.rope import DEFAULT_BASE, Rope
 
 
 def read(config: ConfigJson) -> Architecture:

@@ -17,7 +17,7 @@ from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.config_json import ConfigJson
 from relax_hpc.models.registry import read_architecture
-from relax_hpc.models.rope import Rope
+from relax_hpc.models.rotary.rope import Rope
 from relax_hpc.roles.engine import check as engine_check
 
 WIDE = YARN | {"beta_fast": 1, "beta_slow": 0.1}

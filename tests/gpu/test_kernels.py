@@ -19,6 +19,7 @@ from relax_hpc.engines.megatron.attention.packed_attention import PackedRows, Sp
 from relax_hpc.engines.megatron.layers import fused, logprobs
 from relax_hpc.engines.megatron.optimizer import adam
 from relax_hpc.engines.megatron.optimizer.adam import Shard, ShardedAdamW
+from relax_hpc.models.rotary.rotation import rotated
 
 DEVICE = torch.device("cuda", 0)
 HEADS, GROUPS, D = 8, 2, 128
@@ -105,6 +106,25 @@ def gradients(function, inputs, upstreams):
     outs = outs if isinstance(outs, tuple) else (outs,)
     torch.autograd.backward(outs, [u.to(o.dtype) for o, u in zip(outs, upstreams, strict=True)])
     return [*outs, *(x.grad for x in inputs)]
+
+
+@pytest.mark.parametrize("shape", [(1000, 16, 64), (777, 16, 72), (1000, 2, 4, D)])
+def test_heads_are_turned_as_complex_numbers_in_float64(shape):
+    torch.manual_seed(0)
+    angles = torch.rand(shape[0], shape[-1] // 2, device=DEVICE) * 1000
+    rotation = torch.stack([angles.cos(), angles.sin()], dim=1)
+    wide = torch.randn(*shape[:-1], 3 * shape[-1], device=DEVICE, dtype=torch.bfloat16)
+    upstream = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+
+    def plain(wide):
+        first, second = wide[..., : shape[-1]].double().chunk(2, dim=-1)
+        turns = torch.polar(torch.ones_like(angles.double()), angles.double())
+        both = torch.complex(first, second) * turns.view(shape[0], *[1] * (len(shape) - 2), -1)
+        return torch.cat([both.real, both.imag], dim=-1)
+
+    mine = gradients(lambda wide: rotated(wide[..., : shape[-1]], rotation), [wide], [upstream])
+    theirs = gradients(plain, [wide], [upstream])
+    assert all(relative(a, b) < 0.004 for a, b in zip(mine, theirs, strict=True))
 
 
 @pytest.mark.parametrize("tokens", [1000, 777])

@@ -8,7 +8,7 @@ from relax_hpc.models import qwen3_omni_moe
 from relax_hpc.models.architecture import Architecture, Audio
 from relax_hpc.models.audio.tower import Tower
 from relax_hpc.models.audio.windows import Window, windows_of
-from relax_hpc.models.rope import Rope
+from relax_hpc.models.rotary.rope import Rope
 
 SHAPE = Audio(
     num_layers=2, hidden_size=48, ffn_hidden_size=80, num_heads=2, bins=20, channels=6, chunks=2,

@@ -11,7 +11,7 @@ from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
 from relax_hpc.models.architecture import Architecture, Audio, Experts
-from relax_hpc.models.rope import Rope
+from relax_hpc.models.rotary.rope import Rope
 from relax_hpc.roles.engine import quantized
 from relax_hpc.weights.quantize import QuantizedGather, Quantizer, quantize
 

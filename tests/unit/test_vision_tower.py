@@ -7,7 +7,7 @@ import torch
 
 from relax_hpc.models import qwen3_omni_moe, qwen3_vl
 from relax_hpc.models.architecture import Architecture, Vision
-from relax_hpc.models.rope import Rope
+from relax_hpc.models.rotary.rope import Rope
 from relax_hpc.models.vision.frames import Frame, Places
 from relax_hpc.models.vision.tower import Tower
 

@@ -18,7 +18,7 @@ from relax_hpc.errors import ConfigError, EngineError
 from relax_hpc.models.config_json import ends_of
 from relax_hpc.models.hf_files import HfFiles
 from relax_hpc.models.registry import FAMILIES, read_architecture
-from relax_hpc.models.rope import Rope
+from relax_hpc.models.rotary.rope import Rope
 
 
 class Shape(NamedTuple):

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from relax_hpc.devices import sent
+
 
 class Lengths(NamedTuple):
     """Where stretches begin and end."""
@@ -20,7 +22,7 @@ class Lengths(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[int], device: torch.device) -> "Lengths":
         ends = torch.tensor([0, *accumulate(rows)], dtype=torch.int32)
-        return cls(tuple(rows), ends.to(device))
+        return cls(tuple(rows), sent(ends, device))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> Tensor:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from relax_hpc.devices import sent
 from relax_hpc.models.architecture import Vision
 from relax_hpc.models.vision.attention import Lengths
 
@@ -49,9 +50,9 @@ class Places:
         angles = (torch.cat(each)[:, :, None].float() * frequencies).flatten(1)
         return cls(
             Lengths.of([frame.patches for frame in frames], device),
-            torch.cat([nearest for nearest, _ in learned]).to(device),
-            torch.cat([weights for _, weights in learned]).to(device),
-            torch.stack([angles.cos(), angles.sin()], dim=1).to(device),
+            sent(torch.cat([nearest for nearest, _ in learned]), device),
+            sent(torch.cat([weights for _, weights in learned]), device),
+            sent(torch.stack([angles.cos(), angles.sin()], dim=1), device),
         )
 
 

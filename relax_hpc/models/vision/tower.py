@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from relax_hpc.models.architecture import Vision
+from relax_hpc.models.rotary.rotation import rotated
 from relax_hpc.models.vision.attention import attend
 from relax_hpc.models.vision.frames import Places
 
@@ -92,7 +93,7 @@ class _Attention(nn.Module):
 
     def forward(self, hidden: Tensor, places: Places) -> Tensor:
         query, key, value = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).unbind(1)
-        query, key = _rotated(query, places), _rotated(key, places)
+        query, key = rotated(query, places.rotation), rotated(key, places.rotation)
         projected: Tensor = self.proj(attend(query, key, value, places.frames).flatten(1))
         return projected
 
@@ -124,11 +125,3 @@ class _Merger(nn.Module):
         tokens = self.norm(hidden.view(-1, normed)).view(-1, merged)
         feature: Tensor = self.linear_fc2(functional.gelu(self.linear_fc1(tokens)))
         return feature
-
-
-def _rotated(heads: Tensor, places: Places) -> Tensor:
-    """[P, heads, d] -> the same, turned in float32 by the angles of each patch."""
-    cosine, sine = (part[:, None] for part in places.rotation.unbind(1))
-    first, second = heads.float().chunk(2, dim=-1)
-    turned = [first * cosine - second * sine, second * cosine + first * sine]
-    return torch.cat(turned, dim=-1).to(heads.dtype)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
+from relax_hpc.devices import sent
 from relax_hpc.engines.megatron.attention import context_parallel
 from relax_hpc.engines.megatron.attention.balance import Documents
 from relax_hpc.engines.megatron.vision.features import Seen
@@ -135,10 +136,7 @@ def runs(lengths: Sequence[int], size: int = 1, rank: int = 0) -> list[Run]:
 
 
 def _cumulated(lengths: Sequence[int], device: torch.device) -> Tensor:
-    cumulated = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    if device.type == "cuda":
-        return cumulated.pin_memory().to(device, non_blocking=True)
-    return cumulated.to(device)
+    return sent(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
 
 class PackedAttention(nn.Module):

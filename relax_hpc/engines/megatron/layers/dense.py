@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from relax_hpc.engines.megatron.attention.packed_attention import PackedRows
 from relax_hpc.engines.megatron.layers import fused
-from relax_hpc.models.rope import Rope
+from relax_hpc.models.rotary.rope import Rope
+from relax_hpc.models.rotary.rotation import rotated
 
 
 class RMSNorm(nn.Module):
@@ -105,7 +106,8 @@ def residual_add(
 
 
 class FusedSelfAttention(SelfAttention):  # type: ignore[misc]
-    """Megatron's, with query and key norms and the rotation in one pass."""
+    """Megatron's, with the norms of queries and keys, where there are any, and the rotation in one
+    pass."""
 
     recompute_norm = True
 
@@ -120,9 +122,7 @@ class FusedSelfAttention(SelfAttention):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor | None]:
         """[T, 1, h] -> [T, 1, h] and the projection's bias."""
         rows = packed_seq_params
-        if self.config.num_query_groups < self.world_size or not _are_norms(
-            self.q_layernorm, self.k_layernorm
-        ):
+        if self.config.num_query_groups < self.world_size:
             out: tuple[Tensor, Tensor | None] = super().forward(
                 hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb,
                 packed_seq_params=rows, **kwargs,
@@ -133,18 +133,32 @@ class FusedSelfAttention(SelfAttention):  # type: ignore[misc]
         if rows.rotation is None:
             angles = rotary_pos_emb[:, 0, 0, : rotary_pos_emb.shape[-1] // 2]
             rows.rotation = torch.stack([angles.cos(), angles.sin()], dim=1)
-        query, key, value = fused.norm_and_rotate(
+        query, key, value = self._turned(
             mixed.view(
                 len(mixed), self.num_query_groups_per_partition, -1,
                 self.hidden_size_per_attention_head,
             ),
-            self.q_layernorm.weight, self.k_layernorm.weight, rows.rotation, self.q_layernorm.eps,
+            rows.rotation,
         )  # fmt: skip
         core = self.core_attention(
             query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), None, packed_seq_params=rows
         )
         projected: tuple[Tensor, Tensor | None] = self.linear_proj(core)
         return projected
+
+    def _turned(self, mixed: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, query groups, n + 2, d]: n queries, a key and a value -> [T, heads, d] of each."""
+        if isinstance(self.q_layernorm, RMSNorm):
+            return fused.norm_and_rotate(
+                mixed, self.q_layernorm.weight, self.k_layernorm.weight, rotation,
+                self.q_layernorm.eps,
+            )  # fmt: skip
+        query, key, value = torch.split(mixed, [mixed.shape[2] - 2, 1, 1], dim=2)
+        return (
+            rotated(query, rotation).flatten(1, 2),
+            rotated(key.squeeze(2), rotation),
+            value.squeeze(2),
+        )
 
 
 class FusedMLP(MLP):  # type: ignore[misc]
@@ -245,10 +259,6 @@ def made_again(hidden: Tensor) -> Callable[[], Tensor]:
     kept = hidden.detach()
     again: Callable[[], Tensor] = getattr(hidden, "again", lambda: kept)
     return again
-
-
-def _are_norms(*modules: nn.Module) -> bool:
-    return all(isinstance(module, RMSNorm) for module in modules)
 
 
 def _is_swiglu(config: Any) -> bool:  # noqa: ANN401

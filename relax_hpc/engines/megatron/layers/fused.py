@@ -8,33 +8,15 @@ T = tokens, d = channels of a head.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def compiled_on_gpu(function: Callable[P, R]) -> Callable[P, R]:
-    """Compiles it when its first argument is on a GPU, at the first such call."""
-
-    @cache
-    def made() -> Callable[P, R]:
-        return torch.compile(function)
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        first = args[0]
-        assert isinstance(first, Tensor)
-        return made()(*args, **kwargs) if first.is_cuda else function(*args, **kwargs)
-
-    return call
+from relax_hpc.devices import compiled_on_gpu
 
 
 def _kernels() -> ModuleType:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from relax_hpc.engines.megatron.layers.fused import compiled_on_gpu
+from relax_hpc.devices import compiled_on_gpu
 from relax_hpc.engines.megatron.layers.gradient_fusion import add_product
 
 _CHUNK_BYTES = 5 << 28
