@@ -1,4 +1,4 @@
-"""What is done otherwise on a GPU than on a CPU, so that nothing else asks."""
+"""Functions that do on a GPU otherwise than on a CPU, so that nothing else asks which it is."""
 
 from collections.abc import Callable
 from functools import cache, wraps
