@@ -19,7 +19,9 @@ from relax_hpc.engines.megatron.attention.packed_attention import PackedRows, Sp
 from relax_hpc.engines.megatron.layers import fused, logprobs
 from relax_hpc.engines.megatron.optimizer import adam
 from relax_hpc.engines.megatron.optimizer.adam import Shard, ShardedAdamW
+from relax_hpc.engines.megatron.vision.attention import of_towers
 from relax_hpc.models.rotary.rotation import rotated
+from relax_hpc.models.vision.attention import Lengths
 
 DEVICE = torch.device("cuda", 0)
 HEADS, GROUPS, D = 8, 2, 128
@@ -98,6 +100,30 @@ def test_attention_and_its_gradient_are_those_of_a_dense_one(kernel, mix, size):
             results.append([out, *(x.grad for x in inputs)])
         for what, mine, theirs in zip("oqkv", *results, strict=True):
             assert relative(mine, theirs) < 0.012, (what, span.run)
+
+
+@pytest.mark.parametrize("channels", [64, 72])
+@pytest.mark.parametrize("mix", [[1024], [1000], [700, 3, 1, 250, 128], [104] * 30])
+def test_attention_of_towers_is_that_of_a_dense_one(mix, channels):
+    kernel = of_towers(choice.choose("cudnn", DEVICE, torch.bfloat16))
+    torch.manual_seed(0)
+    size = sum(mix), 16, channels
+    made = [torch.randn(size, device=DEVICE, dtype=torch.bfloat16) for _ in "qkv"]
+    upstream = torch.randn_like(made[0])
+
+    def plain(*inputs):
+        parts = zip(*(x.double().split(mix) for x in inputs), strict=True)
+        outs = [
+            functional.scaled_dot_product_attention(*(x.transpose(0, 1) for x in part))
+            for part in parts
+        ]
+        return torch.cat([out.transpose(0, 1) for out in outs])
+
+    mine = gradients(lambda *x: kernel(*x, Lengths.of(mix, DEVICE)), made, [upstream])
+    theirs = gradients(plain, made, [upstream])
+    for what, a, b in zip("oqkv", mine, theirs, strict=True):
+        assert relative(a, b) < 0.012, what
+    assert kernel._takes == {channels: True}
 
 
 def gradients(function, inputs, upstreams):

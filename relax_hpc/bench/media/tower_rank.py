@@ -17,6 +17,8 @@ from relax_hpc.bench.ranks import joined
 from relax_hpc.bench.report import Row
 from relax_hpc.config.layout import Layout
 from relax_hpc.engines.megatron import grid
+from relax_hpc.engines.megatron.attention import choice
+from relax_hpc.engines.megatron.vision.attention import of_towers
 from relax_hpc.media.patches import patches
 from relax_hpc.models.registry import read_architecture
 from relax_hpc.models.vision.frames import Frame, Places
@@ -53,7 +55,8 @@ class _Bench:
         self._shape, self._recipe = self._architecture.vision, recipe_of(task.model)
         torch.manual_seed(0)
         with device:
-            self._tower = Tower(self._shape).to(self._dtype)
+            kernel = of_towers(choice.choose("auto", device, self._dtype))
+            self._tower = Tower(self._shape, kernel).to(self._dtype)
 
     def rows(self) -> Iterator[Row]:
         for count, size in self._work.large:

@@ -34,6 +34,7 @@ from relax_hpc.engines.megatron.layers.dense import (
 from relax_hpc.engines.megatron.layers.embedding import RowsEmbedding
 from relax_hpc.engines.megatron.layers.logprobs import hidden_logprobs
 from relax_hpc.engines.megatron.moe import expert_layer, router
+from relax_hpc.engines.megatron.vision.attention import of_towers
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.models.audio import tower as audio
@@ -163,7 +164,7 @@ def _build_chunk(
             is_output=model.post_process and is_tied,
         )
         if shape.vision:
-            model.vision = vision.Tower(shape.vision)
+            model.vision = vision.Tower(shape.vision, of_towers(attend))
             _as_tower(model.vision, config)
             if len(shape.vision.taps) > len(own):
                 raise ConfigError(
@@ -172,7 +173,7 @@ def _build_chunk(
                     "stages"
                 )
         if shape.audio:
-            model.audio = audio.Tower(shape.audio)
+            model.audio = audio.Tower(shape.audio, of_towers(attend))
             _as_tower(model.audio, config)
     model.rotary_pos_emb = RotaryByPosition(shape.rope, shape.head_dim, device)
     return cast(PackedGPT, model.to(device))

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from relax_hpc.models.architecture import Audio
 from relax_hpc.models.audio.windows import CHUNK_TOKENS, Window, tokens_of
-from relax_hpc.models.vision.attention import Lengths, attend
+from relax_hpc.models.vision.attention import Attend, Lengths, attend
 
 _LONGEST_PERIOD = 10000.0
 
@@ -26,14 +26,14 @@ class Tower(nn.Module):
 
     places: Tensor
 
-    def __init__(self, shape: Audio) -> None:
+    def __init__(self, shape: Audio, attend: Attend = attend) -> None:
         super().__init__()
         hidden, channels = shape.hidden_size, shape.channels
         self.conv2d1 = _halving(1, channels)
         self.conv2d2 = _halving(channels, channels)
         self.conv2d3 = _halving(channels, channels)
         self.conv_out = nn.Linear(channels * tokens_of(shape.bins), hidden, bias=False)
-        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.num_layers))
+        self.layers = nn.ModuleList(_Layer(shape, attend) for _ in range(shape.num_layers))
         self.ln_post = nn.LayerNorm(hidden)
         self.proj1 = nn.Linear(hidden, hidden)
         self.proj2 = nn.Linear(hidden, shape.out_size)
@@ -91,9 +91,9 @@ class Tower(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, shape: Audio) -> None:
+    def __init__(self, shape: Audio, attend: Attend) -> None:
         super().__init__()
-        self.self_attn = _Attention(shape)
+        self.self_attn = _Attention(shape, attend)
         self.self_attn_layer_norm = nn.LayerNorm(shape.hidden_size)
         self.fc1 = nn.Linear(shape.hidden_size, shape.ffn_hidden_size)
         self.fc2 = nn.Linear(shape.ffn_hidden_size, shape.hidden_size)
@@ -110,9 +110,9 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, shape: Audio) -> None:
+    def __init__(self, shape: Audio, attend: Attend) -> None:
         super().__init__()
-        self.heads, hidden = shape.num_heads, shape.hidden_size
+        self.heads, self.attend, hidden = shape.num_heads, attend, shape.hidden_size
         self.q_proj, self.k_proj = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
         self.v_proj, self.out_proj = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
 
@@ -121,7 +121,7 @@ class _Attention(nn.Module):
             projection(hidden).unflatten(-1, (self.heads, -1))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        projected: Tensor = self.out_proj(attend(query, key, value, lengths).flatten(1))
+        projected: Tensor = self.out_proj(self.attend(query, key, value, lengths).flatten(1))
         return projected
 
 

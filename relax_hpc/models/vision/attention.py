@@ -1,8 +1,9 @@
 """Attention of a tower: stretches of P rows end to end, each of which sees itself alone."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, groupby
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,22 +12,31 @@ from torch.nn import functional
 from relax_hpc.devices import sent
 
 
-class Lengths(NamedTuple):
+@dataclass(frozen=True)
+class Lengths:
     """Where stretches begin and end."""
 
     rows: tuple[int, ...]
     """Rows of each."""
     cu_seqlens: Tensor
     """[stretches + 1] int32, on the device of the tower."""
+    made: dict[str, object] = field(default_factory=dict)
+    """Whatever a kernel makes of them once for all layers."""
 
     @classmethod
     def of(cls, rows: Sequence[int], device: torch.device) -> "Lengths":
-        ends = torch.tensor([0, *accumulate(rows)], dtype=torch.int32)
+        ends = torch.tensor([0, *accumulate(rows)], dtype=torch.int32, device="cpu")
         return cls(tuple(rows), sent(ends, device))
 
 
+class Attend(Protocol):
+    """A kernel: [P, heads, d] three times -> [P, heads, d]."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> Tensor: ...
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> Tensor:
-    """[P, heads, d] three times -> [P, heads, d].
+    """Is the kernel that works everywhere.
 
     Stretches of one length that follow each other are computed in one call; on a GPU, in 16 bits,
     all are.

@@ -6,13 +6,11 @@ is a time step of a medium: what is seen at one time is attended to at no other.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from relax_hpc.devices import sent
 from relax_hpc.models.architecture import Vision
 from relax_hpc.models.vision.attention import Lengths
 
@@ -44,19 +42,23 @@ class Places:
     @classmethod
     def of(cls, frames: Sequence[Frame], shape: Vision, device: torch.device) -> "Places":
         """Computes the places of the patches of frames, of which there is at least one."""
-        each = [_grid(frame, shape.merge) for frame in frames]
-        learned = [_learned(frame, shape.merge, shape.positions) for frame in frames]
-        frequencies = _frequencies(shape)
-        angles = (torch.cat(each)[:, :, None].float() * frequencies).flatten(1)
-        return cls(
-            Lengths.of([frame.patches for frame in frames], device),
-            sent(torch.cat([nearest for nearest, _ in learned]), device),
-            sent(torch.cat([weights for _, weights in learned]), device),
-            sent(torch.stack([angles.cos(), angles.sin()], dim=1), device),
-        )
+        # On the device: a dozen small steps, each of which would wait for all threads of a CPU.
+        with torch.device(device):
+            grids = {frame: _grid(frame, shape.merge) for frame in set(frames)}
+            found = {
+                frame: _learned(grid, frame, shape.positions) for frame, grid in grids.items()
+            }
+            learned = [found[frame] for frame in frames]
+            each = torch.cat([grids[frame] for frame in frames])
+            angles = (each[:, :, None].float() * _frequencies(shape)).flatten(1)
+            return cls(
+                Lengths.of([frame.patches for frame in frames], device),
+                torch.cat([nearest for nearest, _ in learned]),
+                torch.cat([weights for _, weights in learned]),
+                torch.stack([angles.cos(), angles.sin()], dim=1),
+            )
 
 
-@lru_cache(maxsize=64)
 def _grid(frame: Frame, merge: int) -> Tensor:
     """[patches, 2] int64 y and x of the patches, those of a token side by side."""
     y, x = torch.meshgrid(torch.arange(frame.height), torch.arange(frame.width), indexing="ij")
@@ -65,14 +67,12 @@ def _grid(frame: Frame, merge: int) -> Tensor:
     return both.transpose(1, 2).reshape(-1, 2)
 
 
-@lru_cache(maxsize=64)
-def _learned(frame: Frame, merge: int, side: int) -> tuple[Tensor, Tensor]:
+def _learned(grid: Tensor, frame: Frame, side: int) -> tuple[Tensor, Tensor]:
     """Bilinear, the corners of the learned grid on those of the frame.
 
     Returns:
         [patches, 4] int64 numbers of learned positions, and their weights, float32.
     """
-    grid = _grid(frame, merge)
     near, shares = [], []
     for axis, size in enumerate(frame):
         at = grid[:, axis].float() * (side - 1) / max(size - 1, 1)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from relax_hpc.models.architecture import Vision
 from relax_hpc.models.rotary.rotation import rotated
-from relax_hpc.models.vision.attention import attend
+from relax_hpc.models.vision.attention import Attend, attend
 from relax_hpc.models.vision.frames import Places
 
 _EPSILON = 1e-6
@@ -22,12 +22,12 @@ _EPSILON = 1e-6
 class Tower(nn.Module):
     """The whole of it."""
 
-    def __init__(self, shape: Vision) -> None:
+    def __init__(self, shape: Vision, attend: Attend = attend) -> None:
         super().__init__()
         self.shape = shape
         self.patch_embed = _PatchEmbed(shape)
         self.pos_embed = nn.Embedding(shape.positions**2, shape.hidden_size)
-        self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.num_layers))
+        self.blocks = nn.ModuleList(_Block(shape, attend) for _ in range(shape.num_layers))
         self.merger = _Merger(shape, shape.hidden_size)
         merged = shape.hidden_size * shape.merge**2
         self.deepstack_merger_list = nn.ModuleList(_Merger(shape, merged) for _ in shape.taps)
@@ -71,11 +71,11 @@ class _PatchEmbed(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self, shape: Vision) -> None:
+    def __init__(self, shape: Vision, attend: Attend) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(shape.hidden_size, _EPSILON)
         self.norm2 = nn.LayerNorm(shape.hidden_size, _EPSILON)
-        self.attn = _Attention(shape)
+        self.attn = _Attention(shape, attend)
         self.mlp = _FeedForward(shape)
 
     def forward(self, hidden: Tensor, places: Places) -> Tensor:
@@ -85,16 +85,16 @@ class _Block(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, shape: Vision) -> None:
+    def __init__(self, shape: Vision, attend: Attend) -> None:
         super().__init__()
-        self.heads = shape.num_heads
+        self.heads, self.attend = shape.num_heads, attend
         self.qkv = nn.Linear(shape.hidden_size, 3 * shape.hidden_size)
         self.proj = nn.Linear(shape.hidden_size, shape.hidden_size)
 
     def forward(self, hidden: Tensor, places: Places) -> Tensor:
         query, key, value = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).unbind(1)
         query, key = rotated(query, places.rotation), rotated(key, places.rotation)
-        projected: Tensor = self.proj(attend(query, key, value, places.frames).flatten(1))
+        projected: Tensor = self.proj(self.attend(query, key, value, places.frames).flatten(1))
         return projected
 
 

@@ -38,6 +38,7 @@ class Shape(NamedTuple):
     groups: int
     head_dim: int
     is_square: bool
+    is_causal: bool
     is_single: bool
     """One document that fills its tensors."""
     dtype: torch.dtype
@@ -68,11 +69,13 @@ class CudnnAttention:
         self, query: Tensor, key: Tensor, value: Tensor, span: Span, scale: float
     ) -> Tensor:
         shape = _shape_of(query, key, span, scale)
-        if self._takes_single and len(span.run.query_lengths) == 1 and span.is_square:
-            missing = -len(query) % _SINGLE
+        missing = -len(query) % _SINGLE
+        is_filled = not missing or span.is_causal
+        if self._takes_single and len(span.run.query_lengths) == 1 and span.is_square and is_filled:
             filled = len(query) + missing
             single = shape._replace(queries=filled, keys=filled, is_single=True)
-            if self._can_build(single):
+            self._takes_single = self._can_build(single)
+            if self._takes_single:
                 if not missing:
                     return self._attend(query, key, value, single, {})
                 query, key, value = (
@@ -90,17 +93,20 @@ class CudnnAttention:
         assert isinstance(out, Tensor)
         return out
 
+    def takes(self, query: Tensor, key: Tensor, span: Span, scale: float) -> bool:
+        """Tells whether this version of cuDNN has what such documents ask for."""
+        return self._can_build(_shape_of(query, key, span, scale))
+
     def _can_build(self, shape: Shape) -> bool:
-        """Whether this version of cuDNN has what a single document asks for."""
         import cudnn
 
         try:
             self._graph(shape, backward=False)
             self._graph(shape, backward=True)
         except cudnn.cudnnGraphNotSupportedError as error:
-            log.warning("cuDNN takes a single document as packed ones only: %s", error)
-            self._takes_single = False
-        return self._takes_single
+            log.warning("cuDNN does not take %s: %s", shape, error)
+            return False
+        return True
 
     def _graph(self, shape: Shape, *, backward: bool) -> Graph:
         import cudnn
@@ -143,6 +149,7 @@ def _shape_of(query: Tensor, key: Tensor, span: Span, scale: float) -> Shape:
         groups=key.shape[1],
         head_dim=query.shape[2],
         is_square=span.is_square,
+        is_causal=span.is_causal,
         is_single=False,
         dtype=query.dtype,
         scale=scale,
@@ -263,10 +270,9 @@ def _build(shape: Shape, handle: Any, *, backward: bool) -> Graph:  # noqa: ANN4
         "k": given("k", keys, "ragged_k"),
         "v": given("v", keys, "ragged_k"),
     }
-    options: dict[str, Any] = {
-        "attn_scale": shape.scale,
-        "use_causal_mask" if shape.is_square else "use_causal_mask_bottom_right": True,
-    }
+    options: dict[str, Any] = {"attn_scale": shape.scale}
+    if shape.is_causal:
+        options["use_causal_mask" if shape.is_square else "use_causal_mask_bottom_right"] = True
     if not shape.is_single:
         options |= {"use_padding_mask": True, "seq_len_q": places["len_q"],
                     "seq_len_kv": places["len_k"]}  # fmt: skip

@@ -45,6 +45,8 @@ class Span:
     cu_queries: Tensor
     """[documents + 1] int32, on the device."""
     cu_keys: Tensor
+    is_causal: bool = True
+    """Queries see the keys up to their own place; else all of their document."""
     made: dict[str, object] = field(default_factory=dict)
 
     def cached(self, key: str, make: Callable[[], Cached]) -> Cached:
