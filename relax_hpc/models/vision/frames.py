@@ -45,9 +45,7 @@ class Places:
         # On the device: a dozen small steps, each of which would wait for all threads of a CPU.
         with torch.device(device):
             grids = {frame: _grid(frame, shape.merge) for frame in set(frames)}
-            found = {
-                frame: _learned(grid, frame, shape.positions) for frame, grid in grids.items()
-            }
+            found = {frame: _learned(grid, frame, shape.positions) for frame, grid in grids.items()}
             learned = [found[frame] for frame in frames]
             each = torch.cat([grids[frame] for frame in frames])
             angles = (each[:, :, None].float() * _frequencies(shape)).flatten(1)
