@@ -1,36 +1,18 @@
-"""Files that a user named. What cannot be read or written is refused in one line; nothing waits.
-
-Among them are programs: a place in one is "file.py:name" or "package.module:name".
-"""
+"""Files that a user named. What cannot be read or written is refused in one line; nothing waits."""
 
 import errno
-import importlib
-import importlib.util
 import json
-import logging
 import os
 import re
-import signal
 import stat
-import sys
-import sysconfig
-import threading
-import time
-import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any, BinaryIO
 
-from relax_hpc.errors import ConfigError, type_and_line
+from relax_hpc.errors import ConfigError
 from relax_hpc.storage import patiently
 
-log = logging.getLogger(__name__)
-
-IMPORT_S = 120.0
-"""Seconds that the import of a program may take."""
-_TELL_S = 10.0
 _KINDS = {
     stat.S_IFDIR: "is a folder",
     stat.S_IFIFO: "is a pipe",
@@ -47,11 +29,8 @@ _FORMATS = {
     b"\xfe\xff": "is UTF-16 text, save it as UTF-8",
     b"PAR1": "is Parquet",
 }
-ORIGIN = ".origin"
-"""Name of a file beside the copy of a program, which says the path of what was copied."""
 HUB = "hf:"
 """Begin of the name of a data set of the Hugging Face hub, where a path could stand."""
-_PACKAGE = Path(__file__).parent
 _BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -203,108 +182,9 @@ def written(target: Path, key: str, *, replace: bool = False) -> Iterator[Path]:
             draft.unlink()
 
 
-def absolute_place(name: str) -> str:
-    """The same place in a file wherever a process is started; other names as they are."""
-    place = place_of(name)
-    return name if place is None else f"{place[0].absolute()}:{place[1]}"
-
-
-def place_of(name: str) -> tuple[Path, str] | None:
-    """The file and the name in it, of "file.py:name"; None of other names."""
-    file, colon, attribute = name.rpartition(":")
-    return (Path(file), attribute) if colon and file.endswith(".py") else None
-
-
 def absolute_data(named: Path) -> Path:
     """The same data wherever a process is started."""
     return named if str(named).startswith(HUB) else named.absolute()
-
-
-def imported(place: str) -> Any:  # noqa: ANN401
-    """Runs the program and returns what stands at a place in it.
-
-    The copy of a program finds the modules that were copied with it, and all else where the program
-    was: its `__file__` is that.
-
-    Raises:
-        TimeoutError: the import has not ended within `IMPORT_S`.
-        Exception: whatever the import raises, but for SystemExit, which would end who imports.
-    """
-    module, _, attribute = place.rpartition(":")
-    try:
-        with _watched(module):
-            if module.endswith(".py"):
-                return getattr(_run(Path(module)), attribute)
-            if (here := str(Path.cwd())) not in sys.path:
-                sys.path.append(here)  # behind Python's own: a `code.py` there must not be taken
-            return getattr(importlib.import_module(module), attribute)
-    except SystemExit as error:
-        raise ImportError(f"it called sys.exit({error.code!r})") from error
-
-
-@contextmanager
-def _watched(module: str) -> Iterator[None]:
-    """Says now and then where an import is, and ends it in the end; in the main thread only, which
-    signals interrupt."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    begun = time.monotonic()
-
-    def look(_: int, frame: FrameType | None) -> None:
-        passed = time.monotonic() - begun
-        if passed >= IMPORT_S:
-            raise TimeoutError(f"the import takes longer than {IMPORT_S:g} s")
-        place = _line_of(traceback.walk_stack(frame), newest=0)
-        log.warning("%s: is imported since %.0f s, now at %s", module, passed, place or "?")
-
-    before = signal.signal(signal.SIGALRM, look)
-    others = signal.setitimer(signal.ITIMER_REAL, _TELL_S, _TELL_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        signal.setitimer(signal.ITIMER_REAL, *others)
-
-
-def raised(error: BaseException) -> str:
-    """Says what a program of the user's raised as it was imported or made, and in which line."""
-    line = _line_of(traceback.walk_tb(error.__traceback__), newest=-1)
-    return type_and_line(error) + (f" ({line})" if line else "")
-
-
-def _line_of(frames: Iterable[tuple[FrameType, int]], newest: int) -> str:
-    """The line in the user's own files that is run, as "file.py:3"; "" if none is.
-
-    Args:
-        frames: of the stack, with their lines.
-        newest: index of the innermost.
-    """
-    places = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
-    own = [place for place in places if not _is_of_others(place[0])]
-    return f"{own[newest][0].name}:{own[newest][1]}" if own else ""
-
-
-def _is_of_others(file: Path) -> bool:
-    """Whether a file is Python's, a package's that is installed, or ours."""
-    places = (_PACKAGE, *map(Path, (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))))
-    return not file.is_absolute() or any(file.is_relative_to(place) for place in places)
-
-
-def _run(path: Path) -> object:
-    spec = importlib.util.spec_from_file_location(f"plugin_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    origin = path.with_name(ORIGIN)
-    if origin.exists():
-        module.__file__ = origin.read_text()
-        sys.path.insert(0, str(path.parent))  # before the folder of the command, maybe theirs
-    sys.path.append(str(Path(str(module.__file__)).parent))  # files beside it can be imported
-    spec.loader.exec_module(module)
-    return module
 
 
 def _unreadable(where: str, error: OSError | ValueError, remedy: str) -> ConfigError:

@@ -1,14 +1,15 @@
 """Parts of a user's own: a class in a file, of the settings that it declares."""
 
 import inspect
+from collections.abc import Mapping
 from functools import cache
-from typing import Any, get_args
+from typing import Any, TypeGuard, get_args
 
-from pydantic import create_model
+from pydantic import ValidationError, create_model
 
 from relax_hpc.algorithms.part import Part
 from relax_hpc.errors import ConfigError
-from relax_hpc.user_files import imported, raised
+from relax_hpc.user_programs import bounded, imported, raised
 
 
 class PluginError(ConfigError):
@@ -18,6 +19,11 @@ class PluginError(ConfigError):
 def names(part: type[Part]) -> tuple[str, ...]:
     """The names that a part may be asked for by."""
     return get_args(part.model_fields["name"].annotation)
+
+
+def is_own(name: object) -> TypeGuard[str]:
+    """Whether a part of that name would be the user's own."""
+    return isinstance(name, str) and ":" in name
 
 
 @cache
@@ -45,6 +51,24 @@ def load(place: str, base: type[Part]) -> type[Part]:
     if all(getattr(found, name) is getattr(base, name) for name in _methods(base)):
         raise PluginError(f"has none of {', '.join(_methods(base))}; write one")
     return create_model(found.__name__, __base__=found, name=(str, ...))
+
+
+def made(part: type[Part], settings: Mapping[str, Any]) -> Part:
+    """Makes a part of the user's own, and asks what it needs for the first time.
+
+    Raises:
+        ValidationError: it does not take these settings.
+        PluginError: what else it raises, or that it takes too long.
+    """
+    try:
+        with bounded(settings["name"]):
+            own = part.model_validate(settings)
+            own.needs()
+    except ValidationError:
+        raise
+    except Exception as error:
+        raise PluginError(f"cannot be made: {raised(error)}; correct it") from error
+    return own
 
 
 def _methods(base: type[Part]) -> list[str]:

@@ -116,11 +116,20 @@ def part_of(table: str, value: Any) -> Any:  # noqa: ANN401
     except plugin.PluginError as error:
         raise _of_name(table, name, str(error)) from error
     if part:
-        return part.model_validate(value)
+        return _made(part, table, value)
     known = dict(names_of(table))
     close = difflib.get_close_matches(str(name), known, n=1)
     hint = f"did you mean {close[0]}?" if close else f"use {', '.join(known)}"
     raise _of_name(table, name, f"there is no {table} of that name; {hint}")
+
+
+def _made(part: type[Part], table: str, value: Mapping[str, Any]) -> Part:
+    if not plugin.is_own(value["name"]):
+        return part.model_validate(value)
+    try:
+        return plugin.made(part, value)
+    except plugin.PluginError as error:
+        raise _of_name(table, value["name"], str(error)) from error
 
 
 def class_of(table: str, name: object) -> type[Part] | None:
@@ -129,7 +138,7 @@ def class_of(table: str, name: object) -> type[Part] | None:
     Raises:
         PluginError: of the user's own one, what is wrong with it.
     """
-    if isinstance(name, str) and ":" in name and table in OWN:
+    if plugin.is_own(name) and table in OWN:
         return plugin.load(name, OWN[table])
     return next((part for known, part in names_of(table) if known == name), None)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
-from relax_hpc.user_files import ORIGIN, place_of
+from relax_hpc.user_programs import ORIGIN, place_of
 
 
 def keep(config: JobConfig, folder: Path) -> JobConfig:

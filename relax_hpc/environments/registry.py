@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 
-from relax_hpc import user_files
+from relax_hpc import user_programs
 from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.environments.base import Environment
 from relax_hpc.environments.program import Program
@@ -33,10 +33,12 @@ def make(config: RolloutConfig) -> Environment:
             '"file.py:Class" or "package.module:Class"'
         )
     try:
-        made: Environment = user_files.imported(name)()
+        cls = user_programs.imported(name)
+        with user_programs.bounded(name):
+            made: Environment = cls()
     except Exception as error:  # a program of somebody else's
         raise ConfigError(
-            f"{key}: cannot be made: {user_files.raised(error)}; correct it"
+            f"{key}: cannot be made: {user_programs.raised(error)}; correct it"
         ) from error
     rollout = getattr(made, "rollout", None)
     if not callable(rollout):

@@ -32,7 +32,8 @@ from relax_hpc.records import write_json
 from relax_hpc.roles import table
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.sections import Resources, Section
-from relax_hpc.user_files import absolute_data, absolute_place
+from relax_hpc.user_files import absolute_data
+from relax_hpc.user_programs import absolute_place
 
 Mode = Literal["slurm", "local"]
 S = TypeVar("S", bound=Section)

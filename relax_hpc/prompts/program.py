@@ -1,9 +1,10 @@
 """Rows that a program of the user's makes."""
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
-from relax_hpc import user_files
+from relax_hpc import user_programs
 from relax_hpc.errors import ConfigError, shown
 from relax_hpc.prompts.order import Blocks
 from relax_hpc.prompts.rows import Row
@@ -24,13 +25,15 @@ class ProgramRows:
         Raises:
             ConfigError: it cannot be made, or has no length.
         """
-        self._place = place
+        self._place, self._has_made_one = place, False
         try:
-            self._rows: Any = user_files.imported(place)()
-            self._count = len(self._rows)
+            make = user_programs.imported(place)
+            with user_programs.bounded(place):
+                self._rows: Any = make()
+                self._count = len(self._rows)
         except Exception as error:
             raise ConfigError(
-                f"{place}: cannot be made: {user_files.raised(error)}; correct it"
+                f"{place}: cannot be made: {user_programs.raised(error)}; correct it"
             ) from error
 
     @property
@@ -43,10 +46,13 @@ class ProgramRows:
     def __getitem__(self, index: int) -> Row:
         where = self.where(index)
         try:
-            fields = self._rows[index]
+            # Later ones may be asked for by a run, which has its own watchdog.
+            with nullcontext() if self._has_made_one else user_programs.bounded(where):
+                fields = self._rows[index]
+            self._has_made_one = True
         except Exception as error:
             raise ConfigError(
-                f"{where}: cannot be made: {user_files.raised(error)}; correct it"
+                f"{where}: cannot be made: {user_programs.raised(error)}; correct it"
             ) from error
         if not isinstance(fields, dict):
             raise ConfigError(f"{where}: is {shown(fields)}; return a dict, as a line of JSON")

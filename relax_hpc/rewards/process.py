@@ -24,11 +24,11 @@ from relax_hpc.errors import ConfigError, EngineLostError
 from relax_hpc.rewards.contract import FIELDS, Kind, Sample, Score
 from relax_hpc.rewards.registry import Term
 from relax_hpc.rewards.worker import PROGRESS
-from relax_hpc.user_files import IMPORT_S
+from relax_hpc.user_programs import PATIENCE_S
 
 log = logging.getLogger(__name__)
 
-START_S = IMPORT_S + 15.0
+START_S = PATIENCE_S + 15.0
 """Time for a worker to import the reward, where nobody says how patient a run is; it ends an import
 that hangs itself, and says where."""
 TELL_S = 10.0
@@ -178,7 +178,7 @@ class Worker:
         self._writer.write(json.dumps(terms).encode() + b"\n")
         key = " and ".join(f"{each.key}.name = {each.name!r}" for each in terms)
         told = asyncio.get_running_loop().call_later(
-            TELL_S, log.warning, "%s: is imported since %.0f s", key, TELL_S
+            TELL_S, log.warning, "%s: the import takes %.0f s so far", key, TELL_S
         )
         try:
             async with asyncio.timeout(self._limits.start_s):

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from relax_hpc import user_files
+from relax_hpc import user_programs
 from relax_hpc.errors import ConfigError
 from relax_hpc.rewards.contract import check_settings, is_for, settings_of
 
@@ -124,7 +124,7 @@ class Term(NamedTuple):
             ConfigError: it has no such settings.
             Exception: whatever the import raises.
         """
-        function: Callable[..., Any] = user_files.imported(self.place)
+        function: Callable[..., Any] = user_programs.imported(self.place)
         if not callable(function):
             raise TypeError(f"{self.place.rpartition(':')[2]} is no function")
         check_settings(f"{self.key}.args", function, self.args)

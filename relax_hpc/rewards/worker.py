@@ -28,7 +28,7 @@ from relax_hpc.parentage import adopt_orphans, end_with
 from relax_hpc.rewards import registry
 from relax_hpc.rewards.contract import Sample
 from relax_hpc.rewards.reward import Reward, Weighted
-from relax_hpc.user_files import raised
+from relax_hpc.user_programs import raised
 
 _SEAL_FUTURE_WRITE = 0x10
 PROGRESS = struct.Struct("qd")

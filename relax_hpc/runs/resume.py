@@ -18,7 +18,7 @@ from relax_hpc.run_secret import RunSecret
 from relax_hpc.runs import status
 from relax_hpc.runs.changes import another_run, changed, is_computed_otherwise
 from relax_hpc.telemetry.events import FREQUENT, Event, read_events
-from relax_hpc.user_files import ORIGIN
+from relax_hpc.user_programs import ORIGIN
 
 
 def resume(

@@ -3,11 +3,11 @@
 import pytest
 from typer.testing import CliRunner
 
-from relax_hpc import job_file
+from relax_hpc import job_file, user_programs
 from relax_hpc.algorithms.presets import PRESETS
 from relax_hpc.cli.main import app
 from relax_hpc.errors import ConfigError
-from relax_hpc.user_files import absolute_place
+from relax_hpc.user_programs import absolute_place
 
 TREE = {
     "name": "run", "model": {"path": "m"}, "prompts": {"train": "t"}, "schedule": {"num_steps": 1},
@@ -135,6 +135,7 @@ def test_what_comes_close_to_a_mistake_is_none():
 
 
 MINE = '''
+import time
 from relax_hpc.algorithms.part import Advantage, Loss, TokenLoss
 
 class Mine(Loss):
@@ -147,6 +148,10 @@ class Mine(Loss):
 class Narrow(Loss):
     def of_tokens(self, logprobs):
         return TokenLoss(logprobs)
+
+class Slow(Mine):
+    def needs(self):
+        time.sleep(5)
 
 class Empty(Loss):
     pass
@@ -191,6 +196,14 @@ def test_a_part_of_ones_own_has_settings_of_its_own_and_survives_a_resolved_job(
 def test_a_part_of_ones_own_that_does_not_fit_is_refused(mine, place, message):
     said = refused(mine(place))
     assert said.startswith("job: algorithm.loss.name = ") and message in said
+
+
+def test_a_part_of_ones_own_that_takes_too_long_to_be_made_is_ended(mine, monkeypatch):
+    monkeypatch.setattr(user_programs, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(user_programs, "_TELL_S", 0.1)
+    said = refused(mine("mine.py:Slow"))
+    assert said.startswith("job: algorithm.loss.name = ")
+    assert "cannot be made: TimeoutError: making it takes longer than 0.2 s (mine.py:" in said
 
 
 def test_a_job_is_explained_by_its_roles_its_columns_and_the_parts_of_its_algorithm():

@@ -12,7 +12,7 @@ import pytest
 from episode_fakes import Numbers, Prompts, answer, episodes
 from roles.role_fakes import config
 
-from relax_hpc import user_files
+from relax_hpc import user_programs
 from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.environments import registry
 from relax_hpc.environments.base import Outcome
@@ -199,7 +199,8 @@ def test_an_environment_that_fails_too_often_ends_the_run_with_its_reason():
         ("async def rollout(self, prompt): ...", "called with a prompt and a session: too many"),
         ("async def rollout(self, p, s, tools): ...", "missing a required argument: 'tools'"),
         ("import os; os.environ['NO_SUCH_KEY']", r"KeyError: 'NO_SUCH_KEY' (mine.py:2)"),
-        ("import sys; sys.exit(3)", "ImportError: it called sys.exit(3)"),
+        ("import sys; sys.exit(3)", "RuntimeError: it called sys.exit(3)"),
+        ("__init__ = lambda self: exit(4)", "RuntimeError: it called sys.exit(4)"),
     ],
 )
 def test_an_environment_that_cannot_be_played_is_refused(tmp_path, monkeypatch, text, said):
@@ -209,12 +210,25 @@ def test_an_environment_that_cannot_be_played_is_refused(tmp_path, monkeypatch, 
         registry.make(RolloutConfig(environment=f"{tmp_path}/mine.py:Mine"))
 
 
+def test_one_that_takes_too_long_to_be_made_says_where_and_is_ended(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(user_programs, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(user_programs, "_TELL_S", 0.1)
+    (tmp_path / "mine.py").write_text(
+        "import time\nclass Mine:\n    def __init__(self):\n        time.sleep(5)\n"
+    )
+    said = r"cannot be made: TimeoutError: making it takes longer than 0\.3 s \(mine\.py:4\); corr"
+    with pytest.raises(ConfigError, match=said):
+        registry.make(RolloutConfig(environment=f"{tmp_path}/mine.py:Mine"))
+    assert "mine.py:Mine: making it takes 0 s so far, now at mine.py:4" in caplog.text
+
+
 def test_an_import_that_hangs_says_where_and_is_ended_though_it_catches_what_ends_it(
     tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(user_files, "IMPORT_S", 0.3)
-    monkeypatch.setattr(user_files, "_TELL_S", 0.1)
+    monkeypatch.setattr(user_programs, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(user_programs, "_TELL_S", 0.1)
     own = signal.getsignal(signal.SIGALRM), bool(signal.getitimer(signal.ITIMER_REAL)[0])
     (tmp_path / "mine.py").write_text(
         "import time\ntry:\n    time.sleep(5)\nexcept Exception:\n    time.sleep(5)\n"
@@ -222,7 +236,7 @@ def test_an_import_that_hangs_says_where_and_is_ended_though_it_catches_what_end
     said = r"TimeoutError: the import takes longer than 0\.3 s \(mine\.py:5\); correct it"
     with pytest.raises(ConfigError, match=said):
         registry.make(RolloutConfig(environment=f"{tmp_path}/mine.py:Mine"))
-    assert f"{tmp_path}/mine.py: is imported since 0 s, now at mine.py:3" in caplog.text
+    assert f"{tmp_path}/mine.py: the import takes 0 s so far, now at mine.py:3" in caplog.text
     timer = bool(signal.getitimer(signal.ITIMER_REAL)[0])
     assert (signal.getsignal(signal.SIGALRM), timer) == own
     with pytest.raises(ConfigError, match=r"longer than 0\.3 s \(mine\.py:5\)"):

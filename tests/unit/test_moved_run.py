@@ -10,7 +10,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
 from relax_hpc.runs import replay
 from relax_hpc.runs.resume import resume
-from relax_hpc.user_files import place_of
+from relax_hpc.user_programs import place_of
 
 
 @pytest.fixture

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from relax_hpc import user_programs
 from relax_hpc.errors import ConfigError
 from relax_hpc.prompts import files
 
 PROGRAM = """
+import time
 class Squares:
     def __len__(self):
         return 600
@@ -19,6 +21,27 @@ class Squares:
 
 class Endless:
     pass
+
+class Slow:
+    def __init__(self):
+        self.slow = ""
+
+    def __len__(self):
+        return time.sleep(self.slow == "len" and 5) or 3
+
+    def __getitem__(self, index):
+        time.sleep(self.slow == "row" and 5)
+        return {"prompt": "1"}
+
+def slow_length():
+    slow = Slow()
+    slow.slow = "len"
+    return slow
+
+def slow_row():
+    slow = Slow()
+    slow.slow = "row"
+    return slow
 """
 
 
@@ -51,3 +74,14 @@ def test_what_it_does_wrong_is_said_with_its_place(program):
         files.open_rows(Path(f"{program}:None_such"))
     with pytest.raises(ConfigError, match=r"gone\.py:Rows: cannot be made: FileNotFoundError"):
         files.open_rows(program.parent / "gone.py:Rows")
+
+
+def test_a_length_or_a_first_row_that_takes_too_long_is_ended(program, monkeypatch):
+    monkeypatch.setattr(user_programs, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(user_programs, "_TELL_S", 0.1)
+    said = r"cannot be made: TimeoutError: making it takes longer than 0\.2 s \(mine\.py:%d\)"
+    with pytest.raises(ConfigError, match=r"mine\.py:slow_length: " + said % 20):
+        files.open_rows(Path(f"{program}:slow_length"))
+    rows = files.open_rows(Path(f"{program}:slow_row"))
+    with pytest.raises(ConfigError, match=r"mine\.py:slow_row, row 2: " + said % 23):
+        rows[2]

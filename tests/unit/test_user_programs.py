@@ -18,7 +18,7 @@ from relax_hpc.job_file import read_resolved, validate
 from relax_hpc.launch import submit
 from relax_hpc.paths import RunPaths
 from relax_hpc.runs import resume
-from relax_hpc.user_files import place_of
+from relax_hpc.user_programs import place_of
 
 REWARD = """\
 import random
@@ -96,7 +96,7 @@ def test_a_package_beside_the_command_is_found_and_no_module_there_takes_the_pla
         "import wave\ndef score(): return wave.WAVE_FORMAT_PCM"
     )
     program = (
-        "import sys\nfrom relax_hpc.user_files import imported\n"
+        "import sys\nfrom relax_hpc.user_programs import imported\n"
         "assert 'wave' not in sys.modules; print(imported('pack.rewards:score')())"
     )
     command = [sys.executable, "-P", "-c", program]
@@ -134,7 +134,7 @@ def test_a_copy_is_run_though_the_program_changed_and_finds_its_data_where_it_wa
         path.write_text("raise RuntimeError('changed meanwhile')\n")
     (mine / "table.txt").write_text("0.25")
     program = (
-        "import random, sys\nfrom relax_hpc.user_files import imported\n"
+        "import random, sys\nfrom relax_hpc.user_programs import imported\n"
         "sys.path.insert(0, '.')  # as where a command is run\n"
         "print(imported(sys.argv[1])(None), imported(sys.argv[2]).__name__)"
     )

@@ -296,7 +296,7 @@ def test_a_reward_that_hangs_or_dies_on_a_response_is_refused():
 def test_a_reward_whose_import_takes_long_is_told_of(monkeypatch, caplog):
     monkeypatch.setattr(process, "TELL_S", 0.0)
     trial.check(reward("by_order"), Sample("abc"))
-    assert "hostile.py:by_order': is imported since 0 s" in caplog.text
+    assert "hostile.py:by_order': the import takes 0 s so far" in caplog.text
 
 
 def test_the_kind_of_a_reward_is_in_its_parameters():
