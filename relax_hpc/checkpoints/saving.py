@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from relax_hpc import heartbeat
-from relax_hpc.bus.plan import gone_of_first_step
+from relax_hpc.bus.plan import PlanPosition, gone_of_first_step
+from relax_hpc.bus.tools.deletable import is_deletable
 from relax_hpc.checkpoints.export import save_hf
 from relax_hpc.checkpoints.pending import Saved
 from relax_hpc.checkpoints.store import Checkpoint, Checkpoints, P, Position
@@ -35,12 +36,13 @@ def checkpoints_of(
     *,
     timeout_s: float,
     is_valid: Callable[[P], bool] = lambda _: True,
+    lacks: Callable[[P], str] = lambda _: "",
     folder: Path | None = None,
 ) -> Checkpoints[P]:
     """Makes the checkpoints of a run, kept as its settings say.
 
     Args:
-        timeout_s: and `is_valid`, as `Checkpoints` takes them.
+        timeout_s: and `is_valid` and `lacks`, as `Checkpoints` takes them.
         folder: of them; unset is that of the policy's.
     """
     return Checkpoints(
@@ -52,6 +54,7 @@ def checkpoints_of(
         beside_training=True,
         timeout_s=timeout_s,
         is_valid=is_valid,
+        lacks=lacks,
     )
 
 
@@ -89,6 +92,14 @@ def check_begin(paths: RunPaths) -> None:
             f"{gone} was deleted once a checkpoint had passed it; restore the newest step_... "
             "folder there, or submit a run of another name"
         )
+
+
+def lack_of(paths: RunPaths, position: PlanPosition) -> str:
+    """Says that shards may be gone which a run needs that goes on from there; "" if none is."""
+    step = position.step + 1
+    if not is_deletable(paths.bus, step):
+        return ""
+    return f"shards of step {step} may have been deleted since; bus.keep_steps keeps them"
 
 
 class Rank0(Protocol[P_co]):

@@ -81,6 +81,8 @@ class Checkpoints(Generic[P]):
         timeout_s: how long a rank waits for the others' parts.
         is_valid: whether a position is one of this run's plan; a trainer that was superseded may
             have left a checkpoint that is not. Rank 0 asks.
+        lacks: what a run lacks by now that would go on from the position of one that was kept for
+            good; "" if nothing. Rank 0 asks.
     """
 
     def __init__(
@@ -94,8 +96,10 @@ class Checkpoints(Generic[P]):
         beside_training: bool = False,
         timeout_s: float = 1800,
         is_valid: Callable[[P], bool] = lambda _: True,
+        lacks: Callable[[P], str] = lambda _: "",
     ) -> None:
         self._root, self._world, self._keep, self._is_valid = root, world, keep, is_valid
+        self._lacks = lacks
         self._keep_every, self._beside_training = keep_every, beside_training
         self._position_type, self._timeout_s = position_type, timeout_s
         self._pending: PendingSave | None = None
@@ -155,13 +159,10 @@ class Checkpoints(Generic[P]):
 
     def complete(self) -> list[Checkpoint[P]]:
         """Returns the checkpoints that count, oldest first; half-written ones have another name."""
-        return [found for found in self._found() if isinstance(found, Checkpoint)]
+        return [found for found in self._found(self._root) if isinstance(found, Checkpoint)]
 
-    def _listed(self, pattern: str) -> list[Path]:
-        return [self._root / name for name in names(self._root) if fnmatchcase(name, pattern)]
-
-    def _found(self) -> Iterator["Checkpoint[P] | _Unreadable"]:
-        for folder in self._listed("step_*"):
+    def _found(self, root: Path) -> Iterator["Checkpoint[P] | _Unreadable"]:
+        for folder in _listed(root, "step_*"):
             try:
                 progress = read_json(folder / _PROGRESS)
                 if progress is None:
@@ -174,14 +175,18 @@ class Checkpoints(Generic[P]):
             if self._is_valid(position):
                 yield Checkpoint(folder, step, position)
             else:
-                log.warning("%s: comes from a superseded trainer and does not count", folder)
+                log.warning(
+                    "%s: is not of this run's plan, or from before all that is left of it; "
+                    "it does not count",
+                    folder,
+                )
 
     def resume(
         self, trainer: TrainingEngine, on_torn: Callable[[int, str], None] = lambda step, why: None
     ) -> Checkpoint[P] | None:
         """Loads the newest checkpoint that counts and is whole; None if there is none at all.
 
-        Also removes what a save that was killed left behind.
+        Those kept for good come last. Also removes what a save that was killed left behind.
 
         Args:
             on_torn: told on rank 0 of every one that is passed over: its step, and why.
@@ -190,21 +195,20 @@ class Checkpoints(Generic[P]):
             BusError: there are some, but none is of this run's plan.
             CheckpointError: there are some of this run's plan, but none is whole.
         """
-        candidates: list[Checkpoint[P] | _Unreadable] = []
         if self._world.rank == 0:
             self._remove_left_behind()
-            candidates = self._candidates()
         torn: list[Path] = []
-        for found in self._world.bcast(candidates):
-            why = found.why if isinstance(found, _Unreadable) else self._load(trainer, found)
-            if why is None:
+        for candidates in (self._candidates, self._kept_for_good):
+            for found in self._world.bcast(candidates() if self._world.rank == 0 else []):
+                why = found.why if isinstance(found, _Unreadable) else self._load(trainer, found)
+                if why is None:
+                    if self._world.rank == 0:
+                        self._set_aside(torn)
+                    return cast(Checkpoint[P], found)
+                torn.append(found.folder)
                 if self._world.rank == 0:
-                    self._set_aside(torn)
-                return cast(Checkpoint[P], found)
-            torn.append(found.folder)
-            if self._world.rank == 0:
-                log.error("%s: is not whole and is passed over: %s", found.folder, why)
-                on_torn(found.step, why)
+                    log.error("%s: is not whole and is passed over: %s", found.folder, why)
+                    on_torn(found.step, why)
         if torn:
             raise CheckpointError(
                 f"{self._root}: none of the {len(torn)} checkpoints is whole: {why}; remove them "
@@ -214,13 +218,25 @@ class Checkpoints(Generic[P]):
 
     def _candidates(self) -> list["Checkpoint[P] | _Unreadable"]:
         """Returns what is there, newest first."""
-        found = list(self._found())
-        if not found and self._listed("step_*"):
+        found = list(self._found(self._root))
+        if not found and _listed(self._root, "step_*"):
             raise BusError(
                 f"{self._root}: none of the checkpoints is of this run's plan; remove them to "
                 "begin again from step 1, if all shards are there still"
             )
         return found[::-1]
+
+    def _kept_for_good(self) -> list["Checkpoint[P] | _Unreadable"]:
+        """Returns those that a run can still go on from, newest first."""
+        usable = []
+        for found in self._found(self._root / _KEPT):
+            if isinstance(found, Checkpoint) and (lack := self._lacks(found.position)):
+                log.warning("%s: nothing can go on from it: %s", found.folder, lack)
+            else:
+                usable.append(found)
+        if usable:
+            log.warning("%s: looking at what is kept for good: none else is whole", self._root)
+        return usable[::-1]
 
     def _load(self, trainer: TrainingEngine, checkpoint: Checkpoint[P]) -> str | None:
         """Returns why it cannot be loaded, the same on all ranks; None: it was."""
@@ -271,7 +287,7 @@ class Checkpoints(Generic[P]):
                 old.folder.rename(kept)
             else:
                 _delete(old.folder)
-        for doomed in self._listed(".step_*.old"):
+        for doomed in _listed(self._root, ".step_*.old"):
             shutil.rmtree(doomed)
 
     def _refuse_to_replace_newer(self, folder: Path, position: P) -> None:
@@ -284,7 +300,7 @@ class Checkpoints(Generic[P]):
                 )
 
     def _remove_left_behind(self) -> None:
-        for path in self._listed(".step_*"):
+        for path in _listed(self._root, ".step_*"):
             if _LEFT_BEHIND.fullmatch(path.name):
                 log.info("%s: a killed process left it behind; removed", path)
                 shutil.rmtree(path, ignore_errors=True)
@@ -331,6 +347,10 @@ def find(root: Path, step: int | None) -> Path:
         steps = ", ".join(map(str, sorted(kept)))
         raise CheckpointError(f"{root}: has no checkpoint of step {step}; there are {steps}")
     return kept[step]
+
+
+def _listed(root: Path, pattern: str) -> list[Path]:
+    return [root / name for name in names(root) if fnmatchcase(name, pattern)]
 
 
 def step_of(folder: Path) -> int | None:

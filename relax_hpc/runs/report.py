@@ -18,6 +18,7 @@ from relax_hpc.telemetry.progress import duration, short
 _SHOWN = re.compile(r" relax_hpc\.(?:roles|checkpoints)\.[^:]*: (.*)")
 """Loggers whose lines tell the story of a run; the rest is in the logs."""
 _POLL_S = 0.5
+_MOST_TORN = 3
 _ERROR = re.compile(r"[^:]+: [^:]+: ([a-z_]+\.)*(\w+): ")
 """The begin of why a run failed: how a component ended, the task, its error."""
 
@@ -70,7 +71,7 @@ def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
     done = run.progress
     rows = [("steps", f"{done['steps_done']} of {done['num_steps']}" + _pace(run))]
     rows = [*_verdict(run), *_times(run), *rows, *_changes(done["changes"])]
-    rows += _redone(done["redone"])
+    rows += _torn(done["torn_checkpoints"]) + _redone(done["redone"])
     rows += _of_sft(done) if "heldout_loss" in done else _of_rl(done)
     rows.append(("run directory", str(paths.root)))
     for name, path in (("reward curve", paths.reward_curve), ("loss curve", paths.loss_curve)):
@@ -93,6 +94,17 @@ def _changes(done: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def _ago(then: float) -> str:
     return f"{duration(max(0.0, time.time() - then))} ago"
+
+
+def _torn(found: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Tells which checkpoints were passed over at a start, the newest few of them."""
+    said = [
+        f"the {each['role']}'s checkpoint of step {each['step']} was not whole, and passed over "
+        f"({_ago(each['time'])}): {each['message']}"
+        for each in found[-_MOST_TORN:]
+    ]
+    more = len(found) - len(said)
+    return [("torn", line) for line in [*[f"{more} earlier ones"] * (more > 0), *said]]
 
 
 def _redone(count: dict[str, int]) -> list[tuple[str, str]]:

@@ -119,7 +119,8 @@ def _check_ended(
 
 def _check_begin(config: JobConfig, paths: RunPaths) -> None:
     """Makes sure that a run without a checkpoint can begin again."""
-    if any(paths.checkpoints.glob("step_*")) or not isinstance(config, RunConfig):
+    there = (each for name in ("step_*", "kept/step_*") for each in paths.checkpoints.glob(name))
+    if any(there) or not isinstance(config, RunConfig):
         return
     if paths.bus.header.exists():
         from relax_hpc.checkpoints import saving  # seconds, for torch

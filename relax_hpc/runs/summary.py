@@ -118,6 +118,11 @@ def _progress(events: Sequence[Event], num_steps: int, apart: Set[str]) -> dict[
         "redone": _redone(events),
         "restarts": _restarts(events, apart),
         "requeues": _requeues(events),
+        "torn_checkpoints": [
+            {key: event[key] for key in ("time", "role", "step", "message")}
+            for event in events
+            if event["event"] == "checkpoint_torn"
+        ],
     }
 
 

@@ -176,6 +176,24 @@ def test_without_any_whole_one_the_error_says_so_and_nothing_is_moved(tmp_path):
     assert checkpoints_in(tmp_path / "empty").resume(Trainer(0)) is None
 
 
+def test_without_any_whole_one_the_newest_is_taken_that_was_kept_for_good(tmp_path, caplog):
+    for step in range(1, 10):
+        save(tmp_path, step, keep_every=2)
+    kept = tmp_path / "kept"
+    assert steps_in(kept) == [f"step_{step:08d}" for step in (2, 4, 6)]
+    for folder in (tmp_path / "step_00000008", tmp_path / "step_00000009", kept / "step_00000006"):
+        names_missing(folder)
+    told, trainer = [], Trainer(0)
+    for _ in range(2):  # it may be killed before it saves
+        resumed = checkpoints_in(tmp_path).resume(trainer, lambda step, why: told.append(step))
+        assert (resumed.folder, trainer.weight) == (kept / "step_00000004", 4)
+        assert "looking at what is kept for good: none else is whole" in caplog.text
+    assert (told, len(list((tmp_path / "torn").iterdir()))) == ([9, 8, 6], 3)
+    lacking = checkpoints_in(tmp_path, lacks=lambda position: "step 5" * (position.step == 4))
+    assert lacking.resume(trainer).step == 2
+    assert "step_00000004: nothing can go on from it: step 5" in caplog.text
+
+
 def test_training_goes_on_while_it_is_written_and_it_counts_when_it_is_complete(tmp_path):
     hold, trainer = threading.Event(), Trainer(3, weight=3)
     trainer.hold = hold

@@ -1,4 +1,5 @@
 import json
+import re
 
 import numpy as np
 import pytest
@@ -109,6 +110,21 @@ def test_what_ends_have_cost_is_counted_and_shown(paths):
         )
     ]
     assert report._redone(dict.fromkeys(redone, 0)) == []
+
+
+def test_checkpoints_that_were_passed_over_are_named(paths):
+    torn = [
+        ("checkpoint_torn", {"step": step, "message": f"f{step}: cut"}) for step in (9, 8, 7, 6)
+    ]
+    emit(paths, "actor", *torn[:3])
+    emit(paths, "critic", torn[3])
+    found = summary.summarize(paths.root)["torn_checkpoints"]
+    (_, earlier), *_, (key, last) = report._torn(found)
+    assert earlier == "1 earlier ones" and key == "torn"
+    assert re.fullmatch(
+        r"the critic's checkpoint of step 6 was not whole, and passed over \(\S+ s ago\): f6: cut",
+        last,
+    )
 
 
 HELDOUT = {"name": "h", "headline": True, "num_samples": 8, "version_max": 10}

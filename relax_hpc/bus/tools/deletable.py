@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from relax_hpc.bus.frames import read_frames
-from relax_hpc.bus.plan import Chain, PlanPosition
+from relax_hpc.bus.plan import Chain, PlanPosition, read_chain
 from relax_hpc.paths import BusPaths
 
 
@@ -27,3 +27,9 @@ def ever_retired(paths: BusPaths) -> int:
     """The highest ordinal below which owners were ever allowed to delete."""
     granted = [record["retired_guid_below"] for record, _ in read_frames(paths.credits)]
     return max(granted, default=0)
+
+
+def is_deletable(paths: BusPaths, step: int) -> bool:
+    """Whether owners were ever allowed to delete what a step reads."""
+    guids = [guid for each in read_chain(paths).steps if each.step == step for guid in each.guids]
+    return min(guids, default=ever_retired(paths)) < ever_retired(paths)

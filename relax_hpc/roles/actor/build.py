@@ -1,6 +1,7 @@
 """Builds an actor rank: trainer, checkpoints, what it publishes with, its duties."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -48,7 +49,8 @@ def main(
         saving.checkpoints_of(
             config.actor, paths, world, PlanPosition,
             timeout_s=config.launch.peer_timeout_s,
-            is_valid=lambda position: is_planned(paths.bus, position), folder=folder,
+            is_valid=lambda position: is_planned(paths.bus, position),
+            lacks=partial(saving.lack_of, paths), folder=folder,
         )
         for folder in [paths.checkpoints, *[paths.critic_checkpoints] * bool(config.critic)]
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """Builds a rank of the critic: its model, its checkpoints, its duties."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -39,6 +40,7 @@ def main(
         when, paths, world, PlanPosition,
         timeout_s=config.launch.peer_timeout_s,
         is_valid=lambda position: is_planned(paths.bus, position),
+        lacks=partial(saving.lack_of, paths),
         folder=paths.critic_checkpoints,
     )  # fmt: skip
     resumed = saving.resume(checkpoints, critic, events, is_critic=True)

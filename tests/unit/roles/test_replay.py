@@ -12,7 +12,7 @@ from bus_fixtures import PRODUCERS, SIBLINGS, make_bus, produce, whole_batch
 from role_fakes import Events, config
 from typer.testing import CliRunner
 
-from relax_hpc.bus.plan import read_chain
+from relax_hpc.bus.plan import PlanPosition, read_chain
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.checkpoints import saving
@@ -94,6 +94,17 @@ def test_shards_that_were_deleted_are_told_with_the_setting_that_keeps_them(run)
     assert "--step 1: its shards were deleted" in str(error.value)
     assert "2 to 4 are there; bus.keep_steps (here 2)" in str(error.value)
     assert replay.plan(run, JOB, 2).first == 2, "it begins behind them"
+
+
+def test_a_run_goes_on_from_what_is_kept_for_good_only_if_no_shard_since_may_be_deleted(run):
+    positions = [PlanPosition(1, step, step) for step in range(1, STEPS + 1)]
+    assert [saving.lack_of(run, each) for each in positions] == [""] * STEPS
+    sequencer = Sequencer(run.bus, PRODUCERS, prompts_per_step=2, position=positions[-1])
+    sequencer.release(2)
+    sequencer.close()
+    lacks = [saving.lack_of(run, each) for each in positions]
+    said = "shards of step 2 may have been deleted since; bus.keep_steps keeps them"
+    assert lacks == [said, "", "", ""]
 
 
 def test_without_a_checkpoint_a_run_begins_again_only_if_the_shards_of_step_1_are_there(

@@ -174,14 +174,14 @@ def test_checkpoints_are_kept_and_waited_for_as_the_settings_say(tmp_path, monke
 
     timeout_s = settings.launch.peer_timeout_s
     saving.checkpoints_of(
-        settings.actor, paths, "world", tuple, timeout_s=timeout_s, is_valid=is_valid
+        settings.actor, paths, "world", tuple, timeout_s=timeout_s, is_valid=is_valid, lacks=str
     )
     assert given == [
         (
             (paths.checkpoints, "world", tuple),
             {
                 "keep": 3, "keep_every": 40, "beside_training": True, "timeout_s": 77,
-                "is_valid": is_valid,
+                "is_valid": is_valid, "lacks": str,
             },
         )
     ]  # fmt: skip
