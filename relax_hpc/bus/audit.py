@@ -1,12 +1,26 @@
-"""Was every trajectory used once? Counted from the logs alone; shards may be gone."""
+"""Was every trajectory used once? Counted from the logs alone; shards may be gone.
+
+What was counted can be gone on with: the plan and the logs only grow, but for a restart that cuts
+the plan back.
+"""
 
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, Self
 
 from relax_hpc.bus import layout
-from relax_hpc.bus.log import CommitRecord, RecordKind, read_log
-from relax_hpc.bus.plan import Chain, read_chain
-from relax_hpc.bus.snapshot import GuidSet
+from relax_hpc.bus.log import CommitRecord, LogTail, RecordKind
+from relax_hpc.bus.plan import (
+    AnyRecord,
+    Chain,
+    DroppedGroup,
+    IgnoredShard,
+    PlanRecord,
+    read_chain_behind,
+)
+from relax_hpc.bus.snapshot import NOTHING, GuidSet
 from relax_hpc.bus.staleness import staleness
 from relax_hpc.paths import BusPaths
 
@@ -43,39 +57,180 @@ def audit(paths: BusPaths) -> BusAudit:
     Raises:
         BusError: not a bus of this format, or a damaged log.
     """
-    names = layout.open_bus(paths).producers
-    chain = read_chain(paths)  # before the logs, so that what is planned is also committed
-    commits = [
-        record
-        for name in names
-        for record in read_log(paths.log(name))
-        if record.kind is RecordKind.BASE
-    ]
-    parts = [part for step in chain.steps for part in step.parts]
-    ages = [
-        staleness(step.step, step.policy_version_min)
-        for step in chain.steps
-        if step.policy_version_min >= 0
-    ]
-    groups = zip((g for step in chain.steps for g in step.guids), parts, strict=True)
-    planned: set[int] = set()
-    repeated = 0
-    for guid, part in groups:
-        repeated += part.hi - part.lo if guid in planned else 0
-        planned.add(guid)
-    return BusAudit(
-        committed=sum(record.rows for record in commits),
-        planned=sum(step.num_trajectories for step in chain.steps),
-        planned_twice=repeated,
-        duplicates=_duplicates(commits, chain),
-        dropped=_dropped(commits, chain),
-        steps=sum(record.last for record in chain.steps),
-        max_staleness=max(ages, default=0),
-        over_age=sum(drop.rows for drop in chain.dropped if drop.why == "over_age"),
-        damaged=sum(drop.rows for drop in chain.dropped if drop.why == "damaged"),
-        skipped=sum(group.rows for group in chain.skipped),
-        retired=sum(group.rows for group in chain.skipped if group.retired),
-    )
+    return Tally.of(paths).counts()
+
+
+@dataclass(slots=True)
+class _Shard:
+    """What is known of a shard that may come up again."""
+
+    rows: int = -1
+    """Committed; -1 if its commit was not seen."""
+    guid_max: int = -1
+    used: int = 0
+    """Rows that were planned, skipped, or dropped and sampled again."""
+    ignored: list[int] = field(default_factory=list)
+    """Rows of each record that ignores some."""
+
+    @property
+    def is_done(self) -> bool:
+        return 0 <= self.rows <= self.used and not self.ignored
+
+
+class _UnknownShardError(Exception):
+    """A record is about a shard that was done with."""
+
+
+class Tally:
+    """Counts of all up to a place of the plan and of each log.
+
+    Its record is what JSON knows, and small: shards that are used up are left out.
+    """
+
+    def __init__(self) -> None:
+        self._base, self._logs = NOTHING, dict[str, tuple[int, int]]()
+        self._sums = BusAudit(0, 0, 0, 0, 0, 0, 0)
+        self._decided, self._skipped = GuidSet(), set[int]()
+        """Guids of which the plan says something; those of them that teach nothing."""
+        self._shards = dict[str, _Shard]()
+        self._is_whole = True
+        """Whether no shard was left out."""
+        self.num_new_records = 0
+        """Records of the plan that no record of a tally had counted."""
+
+    @classmethod
+    def of(cls, paths: BusPaths, record: Any = None) -> Self:  # noqa: ANN401 - from a file
+        """Counts all that there is.
+
+        Args:
+            record: of what was counted of this bus before; it saves reading that again. Of what is
+                none, nothing is taken.
+
+        Raises:
+            BusError: not a bus of this format, or a damaged log.
+        """
+        with suppress(_UnknownShardError, KeyError, TypeError, ValueError):
+            tally = cls._from_record(record)
+            if tally._read(paths):
+                return tally
+        tally = cls()
+        tally._read(paths)
+        return tally
+
+    def counts(self) -> BusAudit:
+        """Returns the counts."""
+        return self._sums._replace(
+            duplicates=sum(
+                min(rows, (shard.rows if shard.rows >= 0 else rows) - shard.used)
+                for shard in self._shards.values()
+                for rows in shard.ignored
+            ),
+            dropped=sum(
+                max(shard.rows - shard.used - sum(shard.ignored), 0)
+                for shard in self._shards.values()
+                if shard.guid_max < self._decided.below
+            ),
+        )
+
+    def to_record(self) -> dict[str, Any]:
+        """Returns what `of` takes."""
+        shards = {uuid: each for uuid, each in self._shards.items() if not each.is_done}
+        return {
+            "base": [self._base.fence, self._base.records, self._base.end],
+            "logs": self._logs,
+            "sums": list(self._sums),
+            "decided": [self._decided.below, sorted(self._decided.above)],
+            "skipped": sorted(self._skipped),
+            "shards": {uuid: list(asdict(each).values()) for uuid, each in shards.items()},
+        }
+
+    @classmethod
+    def _from_record(cls, record: dict[str, Any]) -> Self:
+        tally = cls()
+        fence, records, end = record["base"]
+        tally._base = NOTHING._replace(fence=fence, records=records, end=end)
+        tally._logs = {name: (count, owner) for name, (count, owner) in record["logs"].items()}
+        tally._sums = BusAudit(*record["sums"])
+        tally._decided, tally._skipped = GuidSet(*record["decided"]), set(record["skipped"])
+        tally._shards = {uuid: _Shard(*each) for uuid, each in record["shards"].items()}
+        tally._is_whole = False
+        return tally
+
+    def _read(self, paths: BusPaths) -> bool:
+        """Counts what came since; False if the plan was cut back."""
+        names = layout.open_bus(paths).producers
+        # Before the logs, so that what is planned is also committed.
+        chain = read_chain_behind(paths, self._base)
+        if chain is None:
+            return False
+        for name in names:
+            self._commit(self._poll(paths, name))
+        for each in chain.records:
+            self._plan(each.record)
+        self.num_new_records = len(chain.records)
+        if chain.records:
+            last = chain.records[-1]
+            self._base = NOTHING._replace(fence=last.fence, records=chain.num_records, end=last.end)
+        return True
+
+    def _poll(self, paths: BusPaths, name: str) -> list[CommitRecord]:
+        start, fence = self._logs.get(name, (0, 0))
+        tail = LogTail(paths.log(name), start=start, fence=fence)
+        try:
+            found = tail.poll()
+            self._logs[name] = (tail.num_records, tail.fence)
+        finally:
+            tail.close()
+        return found
+
+    def _commit(self, records: Iterable[CommitRecord]) -> None:
+        committed = self._sums.committed
+        for record in records:
+            if record.kind is RecordKind.BASE:
+                committed += record.rows
+                self._shards[record.uuid] = _Shard(record.rows, record.guid_max)
+        self._sums = self._sums._replace(committed=committed)
+
+    def _shard(self, uuid: str) -> _Shard:
+        if uuid not in self._shards and not self._is_whole:
+            raise _UnknownShardError
+        return self._shards.setdefault(uuid, _Shard())
+
+    def _plan(self, record: AnyRecord) -> None:
+        sums = self._sums
+        if isinstance(record, PlanRecord):
+            twice = 0
+            for guid, part in zip(record.guids, record.parts, strict=True):
+                rows = part.hi - part.lo
+                twice += rows if guid in self._decided and guid not in self._skipped else 0
+                self._decided.update((guid,))
+                self._shard(part.uuid).used += rows
+            version = record.policy_version_min
+            self._sums = sums._replace(
+                planned=sums.planned + record.num_trajectories,
+                planned_twice=sums.planned_twice + twice,
+                steps=sums.steps + record.last,
+                max_staleness=max(
+                    sums.max_staleness, staleness(record.step, version) if version >= 0 else 0
+                ),
+            )
+        elif isinstance(record, IgnoredShard):
+            self._shard(record.uuid).ignored.append(record.rows)
+        elif isinstance(record, DroppedGroup):
+            self._shard(record.dropped).used += record.rows
+            if record.why in ("over_age", "damaged"):
+                count = getattr(sums, record.why) + record.rows
+                self._sums = sums._replace(**{record.why: count})
+        else:
+            if record.guid not in self._decided:
+                self._skipped.add(record.guid)
+                self._decided.update((record.guid,))
+            if not record.retired:
+                self._shard(record.skipped).used += record.rows
+            self._sums = sums._replace(
+                skipped=sums.skipped + record.rows,
+                retired=sums.retired + record.rows * record.retired,
+            )
 
 
 def used_rows(chain: Chain) -> Counter[str]:
@@ -89,20 +244,3 @@ def used_rows(chain: Chain) -> Counter[str]:
     for group in chain.skipped:
         used[group.skipped] += group.rows
     return used
-
-
-def _duplicates(commits: list[CommitRecord], chain: Chain) -> int:
-    """Rows that were ignored for good: those of a group whose first commit is damaged count."""
-    used, rows = used_rows(chain), {commit.uuid: commit.rows for commit in commits}
-    return sum(min(s.rows, rows.get(s.uuid, s.rows) - used[s.uuid]) for s in chain.ignored)
-
-
-def _dropped(commits: list[CommitRecord], chain: Chain) -> int:
-    """Rows of shards below the first guid without a decision that are not accounted for."""
-    used = used_rows(chain)
-    for shard in chain.ignored:
-        used[shard.uuid] += shard.rows
-    planned = GuidSet()
-    planned.update(guid for step in chain.steps for guid in step.guids)
-    planned.update(group.guid for group in chain.skipped)
-    return sum(max(c.rows - used[c.uuid], 0) for c in commits if c.guid_max < planned.below)

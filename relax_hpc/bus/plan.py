@@ -236,6 +236,18 @@ def read_chain(paths: BusPaths, *, below: int | None = None, whole: bool = True)
     return chain
 
 
+def read_chain_behind(paths: BusPaths, base: Snapshot) -> Chain | None:
+    """Reads the valid plan from a place on; None if it does not go through there any more.
+
+    Args:
+        base: says the place by `fence`, `records` and `end`; a restart may have cut it off.
+
+    Raises:
+        BusError: a record of the plan is damaged.
+    """
+    return _read(paths, newest_fence(paths), base)
+
+
 def is_planned(paths: BusPaths, position: PlanPosition) -> bool:
     """Whether a checkpoint's position is on the valid plan.
 

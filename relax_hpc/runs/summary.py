@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc import job_file
-from relax_hpc.bus.audit import BusAudit, audit
+from relax_hpc.bus.audit import BusAudit
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
-from relax_hpc.runs import changes
+from relax_hpc.runs import changes, counted
 from relax_hpc.telemetry import curve, history
 from relax_hpc.telemetry.events import FREQUENT, Event, read_events
 
@@ -46,7 +46,7 @@ def summed_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> di
     if isinstance(config, SftRunConfig):
         return progress | _of_sft(paths, events, done, config.num_steps)
     last = done[-1] if done else None
-    counts = audit(paths.bus) if paths.bus.header.exists() else NOTHING
+    counts = counted.count(paths.bus) if paths.bus.header.exists() else NOTHING
     seen = [int(e["staleness/max"]) for e in done if "staleness/max" in e]
     return {
         **progress,
