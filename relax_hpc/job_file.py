@@ -18,6 +18,7 @@ from relax_hpc import user_files
 from relax_hpc.algorithms.algorithm import unknown_setting
 from relax_hpc.config.keys import keys_of
 from relax_hpc.config.moved import answer_to, refusal
+from relax_hpc.config.optimizer import as_it_ran
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError, shown
@@ -90,7 +91,7 @@ def read_resolved(path: Path, *, run_dir: Path | None = None) -> JobConfig:
         tree = json.loads(text)
         if not isinstance(tree, dict):
             raise TypeError("it is not a table")
-        tree = _found_at((run_dir or path.parent).absolute(), tree)
+        tree = _as_it_ran(_found_at((run_dir or path.parent).absolute(), tree))
         _check_programs(path, tree)
         return _kind(tree).model_validate_json(json.dumps(tree))
     except FileNotFoundError:
@@ -132,6 +133,14 @@ def _found_at(folder: Path, tree: dict[str, Any]) -> dict[str, Any]:
         return value
 
     return {**moved(tree), "run_root": str(folder.parent), "name": folder.name}
+
+
+def _as_it_ran(tree: dict[str, Any]) -> dict[str, Any]:
+    """Returns the job of a run that went on under it, though a new job would be refused."""
+    actor = tree.get("actor")
+    if not (isinstance(actor, dict) and isinstance(actor.get("optimizer"), dict)):
+        return tree
+    return {**tree, "actor": {**actor, "optimizer": as_it_ran(actor["optimizer"])}}
 
 
 def _check_programs(path: Path, tree: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """The optimizer's section of a job."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -55,3 +56,14 @@ class OptimizerConfig(BaseModel):
                 "to 0 or 0.1, or remove it"
             )
         return self
+
+
+def as_it_ran(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the section of a run that was submitted before a decay to nowhere was refused.
+
+    Such a rate was constant, whatever its shape was called, and is so in what is returned.
+    """
+    has_shape = stored.get("decay") in ("cosine", "sqrt") or stored.get("decay_steps", 0)
+    if not has_shape or stored.get("final_lr_fraction", 1.0) != 1.0:
+        return dict(stored)
+    return {**stored, "decay": "constant", "decay_steps": 0}

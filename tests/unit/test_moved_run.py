@@ -3,6 +3,7 @@
 import fake_slurm
 import pytest
 
+from relax_hpc.engines.megatron.optimizer.learning_rate import learning_rate
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import read_resolved, validate
 from relax_hpc.launch import record, states, submit
@@ -43,6 +44,20 @@ def test_what_lies_in_a_run_that_was_moved_is_found_where_it_lies_now(tmp_path, 
     assert program.is_relative_to(there) and program.is_file()
     assert config.prompts.train == [there / "rows.jsonl"]
     assert config.eval["heldout"].path == [tmp_path / "runs/runner/rows.jsonl"], "of another run"
+
+
+@pytest.mark.parametrize("asked", [{"decay": "cosine"}, {"decay": "sqrt"}, {"decay_steps": 3}])
+def test_a_run_of_before_a_decay_to_nowhere_was_refused_goes_on_at_its_constant_rate(made, asked):
+    path = RunPaths(made).config
+    stored = read_json(path)
+    stored["actor"]["optimizer"] |= asked
+    write_json(path, stored)
+    found = read_resolved(path).actor.optimizer
+    assert {learning_rate(found, step, 9) for step in range(1, 10)} == {found.lr}
+    stored["actor"]["optimizer"]["final_lr_fraction"] = 0.5
+    write_json(path, stored)
+    meant = read_resolved(path).actor.optimizer
+    assert {key: getattr(meant, key) for key in asked} == asked
 
 
 def test_a_run_that_is_reached_by_a_link_keeps_its_name_and_place(tmp_path, made):
