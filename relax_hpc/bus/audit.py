@@ -62,7 +62,7 @@ def audit(paths: BusPaths) -> BusAudit:
 
 @dataclass(slots=True)
 class _Shard:
-    """What is known of a shard that may come up again."""
+    """The facts of a shard that may come up again."""
 
     rows: int = -1
     """Committed; -1 if its commit was not seen."""

@@ -56,7 +56,7 @@ def _name_of(bus: BusPaths) -> str:
 
 
 def _read(path: Path) -> Any:  # noqa: ANN401 - `Tally.of` judges it
-    """What was kept, if this user wrote it; None else."""
+    """Reads counts that this user kept; None if there are none, or others may have written them."""
     try:
         permissions.check_own(path.parent, path)
         with path.open() as file:
