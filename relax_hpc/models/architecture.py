@@ -1,6 +1,6 @@
 """The shape of a model, whatever its family."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from relax_hpc.models.rotary.rope import Rope
 
@@ -95,6 +95,8 @@ class Architecture:
     audio: Audio | None = None
     is_window: bool = False
     """Longer texts would have tokens that do not see all before them."""
+    names_class: bool = field(default=True, compare=False)
+    """Whether config.json has `architectures`: SGLang goes by it."""
 
     @property
     def said_positions(self) -> str:

@@ -1,6 +1,7 @@
 """The architectures that can be trained. A new one is a file beside this one and a line here."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from relax_hpc.errors import ConfigError
@@ -49,7 +50,8 @@ def read_architecture(folder: Path) -> Architecture:
             f"{config.path}: model_type = {model_type!r}: only {', '.join(FAMILIES)} is supported"
         )
     fields.check(config)
-    return FAMILIES[model_type].read(config)
+    shape = FAMILIES[model_type].read(config)
+    return replace(shape, names_class=config.get("architectures") is not None)
 
 
 def parameters(shape: Architecture) -> Iterator[Parameter]:

@@ -10,6 +10,7 @@ from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import partitions, preflight
 from relax_hpc.launch.placement import Component
+from relax_hpc.models.fields import CAUSAL
 from relax_hpc.models.registry import read_architecture
 from relax_hpc.roles.engine import check as engine_check
 from relax_hpc.roles.rollout import check as rollout_check
@@ -26,6 +27,7 @@ cpu|n3|(null)
 
 def model(folder, **fields):
     config = {
+        "architectures": [CAUSAL.get(fields.get("model_type", "qwen3"))],
         "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
         "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
@@ -179,6 +181,20 @@ def test_an_engine_that_does_not_fit_its_gpus_or_its_model_is_refused_before_the
         engine_check.check_engine(EnginePool(kind="sglang"), shape, routed_experts=True)
     fits = {"args": {"tp_size": 2}, "count": 2, "resources": {"gpus_per_node": 4}}
     engine_check.check_engine(EnginePool.model_validate({"kind": "sglang", **fits}), shape)
+
+
+@pytest.mark.parametrize("architectures", [None, "missing"])
+def test_a_model_without_architectures_is_none_for_sglang(tmp_path, architectures):
+    folder = model(tmp_path / "model", architectures=architectures)
+    record = json.loads((folder / "config.json").read_text())
+    if architectures:
+        del record["architectures"]
+        (folder / "config.json").write_text(json.dumps(record))
+    shape = training_check.check_model(folder, ActorConfig())
+    engine_check.check_engine(EnginePool(kind="embedded"), shape)
+    said = r'architectures = None: SGLang goes by it; add "architectures": \["Qwen3ForCausalLM"\]'
+    with pytest.raises(ConfigError, match=said):
+        engine_check.check_engine(EnginePool(kind="sglang"), shape)
 
 
 @pytest.mark.parametrize(

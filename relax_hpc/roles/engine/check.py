@@ -7,6 +7,7 @@ from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.errors import ConfigError
 from relax_hpc.models import registry
 from relax_hpc.models.architecture import Architecture
+from relax_hpc.models.fields import CAUSAL
 from relax_hpc.roles.training.check import check_weights
 
 
@@ -50,6 +51,11 @@ def check_engine(
         )
     if pool.kind == "sglang" and shape.rope.unfit_for_sglang:
         raise ConfigError(f"config.json of the model: rope_scaling: {shape.rope.unfit_for_sglang}")
+    if pool.kind == "sglang" and not shape.names_class:
+        raise ConfigError(
+            "config.json of the model: architectures = None: SGLang goes by it; add "
+            f'"architectures": ["{CAUSAL[shape.model_type]}"]'
+        )
     if routed_experts and shape.experts is None:
         raise ConfigError(
             f"rollout.routed_experts = true: a model of model_type {shape.model_type!r} has no "
