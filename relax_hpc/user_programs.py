@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import itertools
 import logging
 import signal
 import sys
@@ -25,6 +26,8 @@ _TELL_S = 10.0
 ORIGIN = ".origin"
 """Name of a file beside the copy of a program, which says the path of what was copied."""
 _PACKAGE = Path(__file__).parent
+_MESSAGE_CHARACTERS = 200
+"""Limit of what a call raised, so that what stands beside it stays whole: a term, the line."""
 
 
 def absolute_place(name: str) -> str:
@@ -106,6 +109,25 @@ def raised(error: BaseException) -> str:
     """Says what a program of the user's raised as it was imported or made, and in which line."""
     line = _line_of(traceback.walk_tb(error.__traceback__), newest=-1)
     return type_and_line(error) + (f" ({line})" if line else "")
+
+
+def raised_in_call(error: BaseException) -> str:
+    """Says what a function of the user's raised as it was called, and in which line of it."""
+    return type_and_line(error)[:_MESSAGE_CHARACTERS] + _line_of_call(error)
+
+
+def _line_of_call(error: BaseException) -> str:
+    """Names the innermost line of the function that was called, or of a file beside it.
+
+    Empty if it is one of this package, or had returned. A package that is installed may be called.
+    """
+    frames = traceback.walk_tb(error.__traceback__)
+    places = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
+    called = list(itertools.dropwhile(lambda place: place[0] == places[0][0], places))
+    if not called or called[0][0].is_relative_to(_PACKAGE):
+        return ""
+    file, line = [each for each in called if each[0].parent == called[0][0].parent][-1]
+    return f" ({file.name}:{line})"
 
 
 def _line_of(frames: Iterable[tuple[FrameType, int]], newest: int) -> str:

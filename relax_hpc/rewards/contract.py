@@ -1,20 +1,15 @@
 """The contract of rewards: what one is given, what it returns, and which functions are one."""
 
 import inspect
-import itertools
-import traceback
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from relax_hpc.errors import ConfigError, shown, type_and_line
+from relax_hpc.errors import ConfigError, shown
+from relax_hpc.user_programs import raised_in_call
 
 _SHOWN_CHARACTERS = 300
-_MESSAGE_CHARACTERS = 200
-"""Limit of what a reward raised, so that the name of the term and the line stay whole beside it."""
-_PACKAGE = Path(__file__).parents[1]
 MOST_PARTS, MOST_CHARACTERS = 64, 100
 """Parts that a score may have, and characters of the name of one."""
 _FLOAT32 = 3.4e38
@@ -207,26 +202,7 @@ def words_of(error: Exception, deadline_s: float) -> str:
     """Says why a reward failed: what it raised, and the line of the user's program."""
     if isinstance(error, TimeoutError) and not str(error):
         return f"took longer than {deadline_s:g} s"
-    return raised(error)
-
-
-def raised(error: Exception) -> str:
-    """Says what a program of the user's raised, and in which line of it."""
-    return type_and_line(error)[:_MESSAGE_CHARACTERS] + _line_of(error)
-
-
-def _line_of(error: Exception) -> str:
-    """Names the innermost line of the function that was called, or of a file beside it.
-
-    Empty if it is one of this package, or had returned.
-    """
-    frames = traceback.walk_tb(error.__traceback__)
-    places = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
-    called = list(itertools.dropwhile(lambda place: place[0] == places[0][0], places))
-    if not called or called[0][0].is_relative_to(_PACKAGE):
-        return ""
-    file, line = [each for each in called if each[0].parent == called[0][0].parent][-1]
-    return f" ({file.name}:{line})"
+    return raised_in_call(error)
 
 
 def _number(name: str, given: object) -> float:

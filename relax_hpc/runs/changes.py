@@ -3,7 +3,8 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.engines.megatron.optimizer.learning_rate import learning_rate
@@ -66,11 +67,18 @@ class Change:
         return asdict(self)
 
 
-def changed(config: JobConfig, overrides: Sequence[str]) -> tuple[JobConfig, list[str]]:
-    """Applies `section.key=value` to the job of a run.
+class Changed(NamedTuple):
+    """A job with changes."""
 
-    Returns:
-        The job, and a line for each key whose value is another one now.
+    job: JobConfig
+    lines: Sequence[str] = ()
+    """A line for each key whose value is another one now."""
+    is_computed_otherwise: bool = False
+    """Whether it computes the same in another way, which models and memory may not allow."""
+
+
+def changed(config: JobConfig, overrides: Sequence[str]) -> Changed:
+    """Applies `section.key=value` to the job of a run.
 
     Raises:
         ConfigError: a key would change what is trained, or is none.
@@ -81,13 +89,7 @@ def changed(config: JobConfig, overrides: Sequence[str]) -> tuple[JobConfig, lis
     found = _between(config.model_dump(mode="json"), new.model_dump(mode="json"))
     lines = [_allowed(config, key, *values) for key, values in found.items()]
     _check_producers(config, new)
-    return new, lines
-
-
-def is_computed_otherwise(was: JobConfig, config: JobConfig) -> bool:
-    """Whether a job computes the same in another way, which models and memory may not allow."""
-    found = _between(was.model_dump(mode="json"), config.model_dump(mode="json"))
-    return any(_COMPUTED.fullmatch(key) for key in found)
+    return Changed(new, lines, any(_COMPUTED.fullmatch(key) for key in found))
 
 
 def of_run(paths: RunPaths) -> list[Change]:
@@ -113,16 +115,23 @@ def of_run(paths: RunPaths) -> list[Change]:
     return [change for change in changes if change.keys]
 
 
-def job_at(paths: RunPaths, time: float) -> JobConfig:
-    """The job that a run had at a time, before later resumes changed it.
+def jobs_at(paths: RunPaths, times: Sequence[float]) -> list[JobConfig]:
+    """The job that a run had at each of some times, before later resumes changed it.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: one cannot be read.
     """
-    began = [each.number for each in record.read(paths.root).all if each.time <= time]
-    later = (number for number in _numbers(paths) if number > max(began, default=1))
-    path = next(map(paths.config_before, later), paths.config)
-    return read_resolved(path, run_dir=paths.root)
+    launches, numbers = record.read(paths.root).all, _numbers(paths)
+    jobs = dict[Path, JobConfig]()
+    found = []
+    for time in times:
+        began = [each.number for each in launches if each.time <= time]
+        later = (number for number in numbers if number > max(began, default=1))
+        path = next(map(paths.config_before, later), paths.config)
+        if path not in jobs:
+            jobs[path] = read_resolved(path, run_dir=paths.root)
+        found.append(jobs[path])
+    return found
 
 
 def another_run(config: JobConfig) -> str:

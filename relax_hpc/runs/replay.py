@@ -117,7 +117,7 @@ def replay(
     paths = RunPaths(run_dir.absolute())
     _check_over(run_dir, ended=ended)
     recorded = recorded_step(paths, step)
-    was = _job_of(paths, recorded)
+    [was] = _jobs_of(paths, [recorded])
     config = changed(was, overrides)
     asked = plan(paths, was, step)
     say(_words(asked))
@@ -128,19 +128,22 @@ def replay(
     return Compared(asked, folder.root, same, numbers(recorded, found))
 
 
-def _job_of(paths: RunPaths, recorded: Mapping[str, Any]) -> RunConfig:
-    """The job by which a step was trained; a later resume may have changed it."""
-    job = changes.job_at(paths, recorded["time"])
-    if not isinstance(job, RunConfig):
+def _jobs_of(paths: RunPaths, recorded: Sequence[Mapping[str, Any]]) -> list[RunConfig]:
+    """The jobs by which steps were trained; later resumes may have changed them."""
+    jobs = changes.jobs_at(paths, [each["time"] for each in recorded])
+    found = [job for job in jobs if isinstance(job, RunConfig)]
+    if len(found) < len(jobs):
         raise ConfigError(f"{paths.root}: a run of supervised fine-tuning has no shards to replay")
-    return job
+    return found
 
 
 def _is_same_grid(paths: RunPaths, config: RunConfig, trained: range) -> bool:
     """Whether all of these steps were trained at the grid of a job."""
     recorded = _steps(paths, ACTOR.name)
-    jobs = [_job_of(paths, recorded[step]).actor for step in trained]
-    return all(getattr(job, key) == getattr(config.actor, key) for job in jobs for key in _GRID)
+    jobs = _jobs_of(paths, [recorded[step] for step in trained])
+    return all(
+        getattr(job.actor, key) == getattr(config.actor, key) for job in jobs for key in _GRID
+    )
 
 
 def changed(was: RunConfig, overrides: Sequence[str]) -> RunConfig:

@@ -16,7 +16,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.runs import status
-from relax_hpc.runs.changes import another_run, changed, is_computed_otherwise
+from relax_hpc.runs.changes import Changed, another_run, changed
 from relax_hpc.telemetry.events import FREQUENT, Event, read_events
 from relax_hpc.user_programs import ORIGIN
 
@@ -52,7 +52,8 @@ def resume(
     folders = (paths.root, paths.submission, paths.programs, paths.config)
     permissions.check_own(*(path for path in folders if path.exists()))  # a job names programs
     was = read_resolved(paths.config)
-    config, changes = changed(was, overrides) if overrides else (was, [])
+    new = changed(was, overrides) if overrides else Changed(was)
+    config, changes = new.job, new.lines
     newest = record.read(paths.root)
     _check_ended(
         run_dir, was, status.launches(newest), ended=ended,
@@ -61,7 +62,7 @@ def resume(
     _check_begin(config, paths)
     mode, components = submit.mode_of(local=local), place(config)
     if changes:
-        _check_changed(was, config, components, mode, say)
+        _check_changed(new, components, mode, say)
     if mode == "slurm":
         partitions.check_preemption(
             [each for each in components if not each.on],
@@ -129,17 +130,16 @@ def _check_begin(config: JobConfig, paths: RunPaths) -> None:
 
 
 def _check_changed(
-    was: JobConfig,
-    config: JobConfig,
+    new: Changed,
     components: Sequence[Component],
     mode: submit.Mode,
     say: Callable[[str], None],
 ) -> None:
     """Makes sure that the cluster has what a changed job asks for, and that it can be computed."""
-    for part in sides(config, components):
+    for part in sides(new.job, components):
         check_resources(part, mode)
-    if is_computed_otherwise(was, config):
-        preflight.check(config, components, use_slurm=mode == "slurm", say=say)
+    if new.is_computed_otherwise:
+        preflight.check(new.job, components, use_slurm=mode == "slurm", say=say)
 
 
 def _compare_programs(folder: Path, say: Callable[[str], None]) -> None:

@@ -4,8 +4,8 @@ import megatron_worker
 import pytest
 import seeing_worker
 import torch
-from megatron_reference import mixture
-from megatron_worker import VOCAB, job, trajectories
+from megatron_reference import mixture, narrow
+from megatron_worker import job, trajectories
 from seeing_grids import long
 from seen_rows import make, mixed_rows
 
@@ -26,23 +26,11 @@ CHAINS = {
 """Grids, with the place of main parameters and moments, each loading what the one before saved."""
 
 
-def dense(folder):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, intermediate_size=48, max_position_embeddings=256,
-        tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     torch.set_num_threads(1)
     made = {kind: tmp_path_factory.mktemp(kind) for kind in CHAINS}
-    dense(made["dense"])
+    narrow(made["dense"])
     mixture(made["mixture"], experts=8, per_token=3)
     make(made["vl"])
     make(made["vl-moe"], kind="vl-moe")

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
+from fake_engines import served
 
 from relax_hpc.engines import pool_engine, requests
 from relax_hpc.engines.generation import GenerationClient
@@ -66,18 +67,6 @@ class Mortal:
 async def pool_of(*engines, told_after_s=0.1):
     """A pool whose engines that end are started again, which it is told."""
 
-    runners, urls = [], []
-    for engine in engines:
-        app = web.Application()
-        app.add_routes(
-            [web.get("/model_info", engine.version), web.post("/generate", engine.generate)]
-        )
-        runners.append(web.AppRunner(app, shutdown_timeout=0.1))
-        await runners[-1].setup()
-        site = web.TCPSite(runners[-1], "127.0.0.1", 0)
-        await site.start()
-        urls.append(f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}")
-
     def known():
         return {
             Endpoint(f"e{n}", str(engine.start), urls[n], "t"): "serving"
@@ -93,14 +82,13 @@ async def pool_of(*engines, told_after_s=0.1):
                 if engine.lies_dead:
                     engine.lies_dead, engine.start = False, engine.start + 1
 
-    pool = Pool(lambda at: GenerationClient(at.url, at.token), max_in_flight=64, patience_s=60)
-    pool.enlist(known())
-    keeper = asyncio.create_task(keep())
-    yield pool
-    keeper.cancel()
-    await pool.aclose()
-    for runner in runners:
-        await runner.cleanup()
+    async with served(*engines) as urls:
+        pool = Pool(lambda at: GenerationClient(at.url, at.token), max_in_flight=64, patience_s=60)
+        pool.enlist(known())
+        keeper = asyncio.create_task(keep())
+        yield pool
+        keeper.cancel()
+        await pool.aclose()
 
 
 @pytest.fixture(autouse=True)

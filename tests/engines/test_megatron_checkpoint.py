@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from disk_calls import recorded
-from megatron_worker import VOCAB, job, trajectories
+from megatron_reference import narrow
+from megatron_worker import job, trajectories
 
 from relax_hpc.engines.megatron.checkpoint import part_files
 from relax_hpc.engines.megatron.checkpoint.boxes import Box, cut
@@ -31,28 +32,15 @@ GRIDS = {
 }
 
 
-def save_qwen3(folder, *, tied):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, intermediate_size=48, max_position_embeddings=256,
-        tie_word_embeddings=tied, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tied Qwen3 of four layers: with a pipeline, two stages have the embedding."""
-    return save_qwen3(tmp_path_factory.mktemp("tied"), tied=True)
+    return narrow(tmp_path_factory.mktemp("tied"))
 
 
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory):
-    return save_qwen3(tmp_path_factory.mktemp("untied"), tied=False)
+    return narrow(tmp_path_factory.mktemp("untied"), tied=False)
 
 
 def open_grid(ranks, folder, grid, **more):

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
+from fake_engines import served
 
 from relax_hpc.engines import pool_engine, requests
 from relax_hpc.engines.generation import GenerationClient
@@ -54,25 +55,11 @@ def done(_):
 
 @asynccontextmanager
 async def pool_of(*engines):
-    async def version(_):
-        return web.json_response({"weight_version": "0"})
-
-    runners, known = [], {}
-    for number, engine in enumerate(engines):
-        app = web.Application()
-        app.add_routes([web.get("/model_info", version), web.post("/generate", engine.generate)])
-        runners.append(web.AppRunner(app, shutdown_timeout=0.1))
-        await runners[-1].setup()
-        site = web.TCPSite(runners[-1], "127.0.0.1", 0)
-        await site.start()
-        url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-        known[Endpoint(f"e{number}", "0", url, "t")] = "serving"
-    pool = Pool(lambda at: GenerationClient(at.url, at.token), max_in_flight=8, patience_s=60)
-    pool.enlist(known)
-    yield pool
-    await pool.aclose()
-    for runner in runners:
-        await runner.cleanup()
+    async with served(*engines) as urls:
+        pool = Pool(lambda at: GenerationClient(at.url, at.token), max_in_flight=8, patience_s=60)
+        pool.enlist({Endpoint(f"e{n}", "0", url, "t"): "serving" for n, url in enumerate(urls)})
+        yield pool
+        await pool.aclose()
 
 
 @pytest.fixture(autouse=True)

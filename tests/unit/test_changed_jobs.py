@@ -36,9 +36,9 @@ def slurm(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_how_the_same_is_computed_may_change_and_is_looked_at_as_of_a_new_run(setting):
     was = job()
-    config, [line] = changed(was, [setting])
+    _, [line], otherwise = changed(was, [setting])
     assert line.startswith(f"{setting.partition('=')[0]}: ") and " -> " in line
-    assert changes.is_computed_otherwise(was, config)
+    assert otherwise
 
 
 @pytest.mark.parametrize("setting", [
@@ -47,8 +47,8 @@ def test_how_the_same_is_computed_may_change_and_is_looked_at_as_of_a_new_run(se
 ])  # fmt: skip
 def test_where_it_is_computed_and_who_is_told_may_change_without_a_look(setting):
     was = job()
-    config, [_] = changed(was, [setting])
-    assert not changes.is_computed_otherwise(was, config)
+    _, [_], otherwise = changed(was, [setting])
+    assert not otherwise
 
 
 @pytest.mark.parametrize(("setting", "why"), [
@@ -71,14 +71,16 @@ def test_what_stays_says_why(setting, why):
 
 def test_more_engines_in_the_tasks_that_there_are_may_be():
     was = job()
-    config, lines = changed(was, ["engines.rollout.count=2", "engines.rollout.engines_per_task=2"])
+    config, lines, _ = changed(
+        was, ["engines.rollout.count=2", "engines.rollout.engines_per_task=2"]
+    )
     assert config.producers == was.producers and len(lines) == 2
 
 
 def test_gpus_may_be_said_of_a_run_whose_job_says_what_they_came_to():
     was = job(actor={"layout": {"data_parallel": 4}, "resources": {"gpus_per_node": 1}})
     was = validate(was.model_dump(mode="json"), source="as submit writes it")
-    config, lines = changed(was, ["actor.resources.nodes=2", "actor.resources.gpus=4"])
+    config, lines, _ = changed(was, ["actor.resources.nodes=2", "actor.resources.gpus=4"])
     assert config.actor.resources.gpus_per_node == 2 and len(lines) == 2
     with pytest.raises(ConfigError, match="does not divide over nodes"):
         changed(was, ["actor.resources.nodes=2", "actor.resources.gpus=3"])
@@ -115,8 +117,8 @@ def thrice(tmp_path, monkeypatch):
         each["time"] = 100.0 * number
     write_json(paths.launch_record, known)
     now = read_resolved(paths.config)
-    middle, _ = changed(now, ["actor.layout.data_parallel=2", "actor.save_every=7"])
-    last, _ = changed(middle, ["schedule.num_steps=60"])
+    middle, *_ = changed(now, ["actor.layout.data_parallel=2", "actor.save_every=7"])
+    last, *_ = changed(middle, ["schedule.num_steps=60"])
     for path, config in (
         (paths.config_before(2), now), (paths.config_before(4), middle), (paths.config, last),
     ):  # fmt: skip
@@ -135,14 +137,14 @@ def trained(paths, *steps):
 
 def test_the_job_of_a_step_is_that_of_the_start_that_trained_it(thrice):
     assert [each.number for each in record.read(thrice.root).all] == [3, 2, 1]
-    found = [changes.job_at(thrice, then) for then in (99.0, 150.0, 200.0, 250.0, 350.0)]
+    found = changes.jobs_at(thrice, (99.0, 150.0, 200.0, 250.0, 350.0))
     assert [each.actor.layout.data_parallel for each in found] == [1, 1, 2, 2, 2]
     assert {each.num_steps for each in found} == {30} and {each.name for each in found} == {"run"}
 
 
 def test_a_replay_has_the_job_of_its_step_and_knows_its_grid(thrice):
     trained(thrice, (1, 150.0), (2, 250.0), (3, 260.0))
-    one, two = (replay._job_of(thrice, replay.recorded_step(thrice, step)) for step in (1, 3))
+    one, two = replay._jobs_of(thrice, [replay.recorded_step(thrice, step) for step in (1, 3)])
     assert [each.actor.layout.data_parallel for each in (one, two)] == [1, 2]
     assert replay._is_same_grid(thrice, two, range(2, 4))
     assert not replay._is_same_grid(thrice, two, range(1, 4))
@@ -168,5 +170,5 @@ def test_of_a_run_whose_job_is_what_it_was_nothing_is_said(slurm):
     paths = RunPaths(slurm.run_dir)
     write_json(paths.config_before(2), json.loads(paths.config.read_text()))  # it came to nothing
     assert changes.of_run(paths) == []
-    assert changes.job_at(paths, time.time()) == read_resolved(paths.config)
+    assert changes.jobs_at(paths, [time.time()]) == [read_resolved(paths.config)]
     assert "changed" not in report.text(status.collect(slurm.run_dir))

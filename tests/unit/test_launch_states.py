@@ -222,7 +222,7 @@ def test_what_more_steps_make_of_a_learning_rate_that_falls_is_told(
     tree["schedule"]["num_steps"] = 8
     if saved:
         (RunPaths(slurm.run_dir).checkpoints / f"step_{saved:08}").mkdir(parents=True)
-    _, [line] = changed(type(config).model_validate(tree), ["schedule.num_steps=12"])
+    _, [line], _ = changed(type(config).model_validate(tree), ["schedule.num_steps=12"])
     assert line.startswith("schedule.num_steps: 8 -> 12; the learning rate falls ")
     assert line.endswith(said), line
 

@@ -26,11 +26,12 @@ from relax_hpc.media.workers import MediaWorkers
 from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.media_tokens import MediaTokens
 from relax_hpc.prompts.source import Prompt, PromptSource
-from relax_hpc.rewards.contract import Sample, Score, as_score, failed, raised
+from relax_hpc.rewards.contract import Sample, Score, as_score, failed
 from relax_hpc.rewards.limit import ErrorLimit
 from relax_hpc.roles.rollout.side_by_side import side_by_side
 from relax_hpc.sampling.how import How
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
+from relax_hpc.user_programs import raised_in_call
 
 _ENDED = tuple(reason.name.lower() for reason in FinishReason)
 """Words in which a reward is told how a response ended."""
@@ -157,7 +158,7 @@ class Episodes:
                 raise type(failure)(f"{where}: {failure}") from error
             if session.failure or isinstance(error, RelaxError):
                 raise failure  # noqa: B904 -- its own cause stays
-            return _Played(failed(f"environment: {raised(error)}"))
+            return _Played(failed(f"environment: {raised_in_call(error)}"))
         except SystemExit as error:  # which would end the task as if the run were over
             where = f"{prompt.where}: an episode of the environment"
             raise RelaxError(f"{where} called sys.exit({error.code!r})") from error
