@@ -28,25 +28,39 @@ Counts = Mapping[str, int]
 """Response tokens by request."""
 
 
-def note(paths: RunPaths, member: Member, version: int, receipts: Iterable[Receipt]) -> None:
-    """Publishes what the ranks of an engine said.
+class Notes:
+    """Records of engines as they are written; the newest of each are kept.
 
-    Args:
-        paths: of the run.
-        member: whose requests they are.
-        version: that later tokens belong to.
-        receipts: without any, nothing is known, and that is published.
+    It may be used by threads, one at a time for each engine.
     """
-    told = [receipt.num_sampled for receipt in receipts]
-    counts: dict[str, int] | None = {}
-    for of_rank in told or [None]:
-        counts = None if counts is None or of_rank is None else counts | of_rank
-    write_json(paths.switch(member.id, member.start, version), {"num_sampled": counts})
-    folder = paths.switches(member.id) / member.start
-    # Listed, since an engine that loads files skips versions.
-    for name in names(folder):
-        if name.endswith(".json") and int(name.removesuffix(".json")) <= version - _KEPT:
-            _delete(folder / name)
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._kept = dict[str, tuple[str, list[int]]]()
+        """Engine -> its start, and the versions that there are records of."""
+
+    def note(self, member: Member, version: int, receipts: Iterable[Receipt]) -> None:
+        """Publishes what the ranks of an engine said.
+
+        Args:
+            member: whose requests they are.
+            version: that later tokens belong to.
+            receipts: without any, nothing is known, and that is published.
+        """
+        told = [receipt.num_sampled for receipt in receipts]
+        counts: dict[str, int] | None = {}
+        for of_rank in told or [None]:
+            counts = None if counts is None or of_rank is None else counts | of_rank
+        path = self._paths.switch(member.id, member.start, version)
+        write_json(path, {"num_sampled": counts})
+        start, kept = self._kept.get(member.id, ("", []))
+        if start != member.start:  # an earlier trainer may have left some
+            found = (Path(name) for name in names(path.parent))
+            kept = [int(each.stem) for each in found if each.suffix == ".json"]
+        old = [each for each in kept if each <= version - _KEPT]
+        for each in old:  # an engine that loads files skips versions
+            _delete(self._paths.switch(member.id, member.start, each))
+        self._kept[member.id] = (member.start, sorted({*kept, version}.difference(old)))
 
 
 def forget_earlier(paths: RunPaths, member: str) -> None:

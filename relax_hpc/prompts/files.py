@@ -3,7 +3,7 @@
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +49,14 @@ def paths_of(*named: Path) -> list[Path]:
     return [path for name in names if not name.startswith(HUB) for path in _paths(name)]
 
 
+def fetch(rows: Rows, index: int) -> Callable[[], object] | None:
+    """Gives a function to be called before a row is asked for, in whatever thread, where else the
+    caller would wait for storage; None if there is nothing to wait for."""
+    if isinstance(rows, Joined | Sliced):
+        return fetch(*rows.place(index))
+    return rows.fetch(index) if isinstance(rows, ParquetRows) else None
+
+
 class Joined:
     """Rows of several, one after the other."""
 
@@ -66,14 +74,15 @@ class Joined:
         return self._starts[-1]
 
     def __getitem__(self, index: int) -> Row:
-        part, place = self._place(index)
+        part, place = self.place(index)
         return part[place]
 
     def where(self, index: int) -> str:
-        part, place = self._place(index)
+        part, place = self.place(index)
         return part.where(place)
 
-    def _place(self, index: int) -> tuple[Rows, int]:
+    def place(self, index: int) -> tuple[Rows, int]:
+        """The part that a row is of, and its place there."""
         if not 0 <= index < len(self):
             raise IndexError(f"{index} of {len(self)} rows")
         number = bisect_right(self._starts, index) - 1
@@ -105,6 +114,10 @@ class Sliced:
 
     def where(self, index: int) -> str:
         return self.rows.where(self._chosen[index])
+
+    def place(self, index: int) -> tuple[Rows, int]:
+        """The rows that these are some of, and a row's place there."""
+        return self.rows, self._chosen[index]
 
 
 class HubRows:

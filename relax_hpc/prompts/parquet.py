@@ -3,8 +3,8 @@
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from threading import Lock
@@ -50,19 +50,31 @@ class GroupCache:
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._lock = Lock()  # SFT tokenizes in a thread of its own
+        self._lock, self._reading = Lock(), Lock()  # threads read, and one group at a time
         self._groups: OrderedDict[tuple[ParquetRows, int], Group] = OrderedDict()
 
     def get(self, file: "ParquetRows", number: int) -> Group:
         """Returns a row group, read if it is not there."""
+        if (held := self.held(file, number)) is not None:
+            return held
+        with self._reading:
+            if (held := self.held(file, number)) is not None:
+                return held
+            with self._lock:
+                self._shrink(self._most_bytes - file.group_bytes[number])
+            group = file.read(number)
+            with self._lock:
+                self._groups[file, number] = group
+                self._shrink(self._most_bytes, keep=1)
+        return group
+
+    def held(self, file: "ParquetRows", number: int) -> Group | None:
+        """Returns a row group that is there; waits for nobody who reads another."""
         key = (file, number)
         with self._lock:
-            if key not in self._groups:
-                self._shrink(self._most_bytes - file.group_bytes[number])
-                self._groups[key] = file.read(number)
-                self._shrink(self._most_bytes, keep=1)
-            self._groups.move_to_end(key)
-            return self._groups[key]
+            if key in self._groups:
+                self._groups.move_to_end(key)
+            return self._groups.get(key)
 
     def _shrink(self, most_bytes: int, keep: int = 0) -> None:
         held = sum(group.num_bytes for group in self._groups.values())
@@ -117,6 +129,11 @@ class ParquetRows:
 
     def where(self, index: int) -> str:
         return f"{self.path}, row {index}"
+
+    def fetch(self, index: int) -> Callable[[], object] | None:
+        """Gives the function that reads the group of a row; None if that is there."""
+        number = bisect_right(self._starts, index) - 1
+        return None if _CACHE.held(self, number) else partial(_CACHE.get, self, number)
 
     def read(self, number: int) -> Group:
         """Reads a row group.

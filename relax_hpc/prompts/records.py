@@ -1,5 +1,6 @@
 """The rows of a set of data, read one at a time as the job's `prompts` say."""
 
+import asyncio
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 from relax_hpc.config.prompts import Columns, PromptsConfig, SourceConfig
 from relax_hpc.errors import ConfigError, MediumError, shown
 from relax_hpc.prompts import rows
-from relax_hpc.prompts.files import Joined, open_rows, paths_of
+from relax_hpc.prompts.files import Joined, fetch, open_rows, paths_of
 from relax_hpc.prompts.order import Source, grades_of
 from relax_hpc.prompts.record import Record, read_record
 from relax_hpc.prompts.rows import Row
@@ -94,6 +95,12 @@ class Records:
         if said := self._wrong(record.answer, record.source):
             raise _AnswerError(f"{self.where(index)}: {said}, or remove the line")
         return record
+
+    async def asked(self, index: int) -> Record:
+        """Does as `records[index]`; the event loop turns while a file is read."""
+        if read := fetch(self._rows, index):
+            await asyncio.to_thread(read)
+        return self[index]
 
     def columns(self, index: int) -> tuple[Columns, str]:
         """The names of the columns of a row, and the key of the job that says them."""

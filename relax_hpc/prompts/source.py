@@ -145,9 +145,9 @@ class PromptSource:
         return self.prompt(self._row(ordinal))
 
     async def asked(self, ordinal: int) -> Prompt:
-        """Does as `source[ordinal]`, and lets the event loop turn while media are read."""
+        """Does as `source[ordinal]`, and lets the event loop turn while storage is waited for."""
         index = self._row(ordinal)
-        record = self.records[index]
+        record = await self.records.asked(index)
         return self._prompt(index, record, await self._headers(index, record))
 
     def _row(self, ordinal: int) -> int:

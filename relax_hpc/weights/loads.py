@@ -47,6 +47,7 @@ class Loads:
     def __init__(self, register: Register, timeout_s: float) -> None:
         """Changes what is said there of members that load, and of nobody else."""
         self._register, self._timeout_s = register, timeout_s
+        self._notes = switches.Notes(register.paths)
         self._under_way = dict[Key, _UnderWay]()
         self._lock = Lock()
         self._ended: SimpleQueue[Loaded] = SimpleQueue()
@@ -110,7 +111,7 @@ class Loads:
         try:
             loaded = load()
             if member.takes_orders:
-                switches.note(self._register.paths, member, version, loaded.receipts)
+                self._notes.note(member, version, loaded.receipts)
         except (EngineError, OSError) as error:
             return Loaded(member, version, {}, [], None, str(error))
         return loaded

@@ -96,6 +96,7 @@ class Publisher:
                 they have begun to.
         """
         self._config, self._register = config, register
+        self._notes = switches.Notes(register.paths)
         self._ranks, self._link, self._gather = ranks, link, gather
         self._buffers = link.buffers if link else Buffers(plan, device, count=_BUFFERS)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights")
@@ -327,9 +328,9 @@ class Publisher:
         return done, delivery
 
     def _note_switches(self, done: Iterable[Member], receipts: dict[Member, list[Receipt]]) -> None:
-        paths, version = self._register.paths, self._register.version
+        version = self._register.version
         notes = [
-            self._threads.submit(switches.note, paths, member, version, receipts.get(member, ()))
+            self._threads.submit(self._notes.note, member, version, receipts.get(member, ()))
             for member in done
             if member.takes_orders
         ]

@@ -17,8 +17,10 @@ def member(start):
 @pytest.mark.parametrize("every", [1, 3, 7])
 def test_an_engine_that_skips_versions_leaves_no_more_than_one_that_does_not(tmp_path, every):
     paths = RunPaths(tmp_path)
-    for version in range(0, 200, every):
-        switches.note(paths, member("1.0-1-1"), version, [Receipt(num_sampled={"a": version})])
+    for begin in (0, 100):  # a trainer may be started again
+        notes = switches.Notes(paths)
+        for version in range(begin, begin + 100, every):
+            notes.note(member("1.0-1-1"), version, [Receipt(num_sampled={"a": version})])
     left = sorted(int(each.stem) for each in paths.switches("rollout-0").glob("*/*.json"))
     assert left and left[0] > left[-1] - switches._KEPT
     seen = switches.Switches(paths, "rollout-0", "1.0-1-1")
@@ -27,10 +29,21 @@ def test_an_engine_that_skips_versions_leaves_no_more_than_one_that_does_not(tmp
 
 def test_a_hundred_starts_of_an_engine_leave_what_one_does(tmp_path):
     paths = RunPaths(tmp_path)
+    notes = switches.Notes(paths)
     switches.forget_earlier(paths, "rollout-0")
     for start in range(100):
         switches.forget_earlier(paths, "rollout-0")
-        switches.note(paths, member(f"1.{start}-1-1"), start, [])
-        switches.note(paths, member("1.0-1-1")._replace(id="rollout-0.1"), start, [])
+        notes.note(member(f"1.{start}-1-1"), start, [])
+        notes.note(member("1.0-1-1")._replace(id="rollout-0.1"), start, [])
     assert [each.name for each in paths.switches("rollout-0").iterdir()] == ["1.99-1-1"]
     assert len([*paths.switches("rollout-0.1").glob("*/*.json")]) == switches._KEPT
+
+
+def test_only_the_first_record_of_a_start_lists_what_there_is(tmp_path, monkeypatch):
+    listed, names = [], switches.names
+    monkeypatch.setattr(switches, "names", lambda folder: listed.append(folder) or names(folder))
+    notes = switches.Notes(RunPaths(tmp_path))
+    for start in (1, 2):
+        for version in range(100):
+            notes.note(member(f"1.{start}-1-1"), version, [])
+    assert [folder.name for folder in listed] == ["1.1-1-1", "1.2-1-1"]

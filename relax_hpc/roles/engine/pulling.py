@@ -55,6 +55,7 @@ class Puller:
 
     def __init__(self, hosting: Hosting, paths: RunPaths, events: EventWriter) -> None:
         self._hosting, self._paths, self._events = hosting, paths, events
+        self._notes = switches.Notes(paths)
         self._newest = follow(paths)
         self._loaded: Newest | None = None
         self._next_look = 0.0
@@ -107,7 +108,7 @@ class Puller:
                 newest = again
                 continue
             if member.takes_orders:
-                switches.note(self._paths, member, newest.version, done.receipts)
+                self._notes.note(member, newest.version, done.receipts)
             self._loaded = newest
             self._note(member, newest, _seconds(done), begun)
             self._verify(engine, member, newest, done.receipts)

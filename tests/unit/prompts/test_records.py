@@ -1,9 +1,13 @@
 """Several sources as the prompts of a run: who is asked when, what is left out, what is read."""
 
+import asyncio
 import json
+import threading
 from itertools import pairwise
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +16,7 @@ from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import load
 from relax_hpc.launch.submit import resolve
+from relax_hpc.prompts import parquet
 from relax_hpc.prompts import records as records_of
 from relax_hpc.prompts.kept import Kept
 from relax_hpc.prompts.records import Records
@@ -174,3 +179,35 @@ weight = 2
     here = Path.cwd()
     assert found == {"a": [f"{here}/x.jsonl[5:]", "hf:a/b/train"], "b": [f"{here}/y"]}
     assert [str(path) for path in config.eval["heldout"].path] == [f"{here}/heldout.jsonl"]
+
+
+def test_the_event_loop_turns_while_a_row_group_is_read_and_rows_that_are_held_are_had_at_once(
+    tmp_path, monkeypatch
+):
+    texts = [f"prompt {n}" for n in range(40)]
+    for name, part in (("a", texts[:20]), ("b", texts[20:])):
+        table = pa.table({"prompt": part, "answer": part})
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=10)
+    monkeypatch.setattr(parquet, "_CACHE", parquet.GroupCache(2**20))
+    source = opened(train=f"{tmp_path}/*.parquet[5:]")
+    records, slow, begun = source.records, threading.Event(), threading.Event()
+    assert records[0].prompt == texts[5]
+    read = parquet.ParquetRows.read
+
+    def waits(rows, number):
+        begun.set()
+        assert slow.wait(10)
+        return read(rows, number)
+
+    monkeypatch.setattr(parquet.ParquetRows, "read", waits)
+
+    async def run():
+        late = [asyncio.create_task(records.asked(row)) for row in (34, 6)]
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        assert (await asyncio.wait_for(records.asked(3), 5)).prompt == texts[8]
+        assert not any(each.done() for each in late)
+        slow.set()
+        return [(await each).prompt for each in late]
+
+    assert asyncio.run(run()) == [texts[39], texts[11]]
