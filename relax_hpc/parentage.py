@@ -1,7 +1,7 @@
 """Tells Linux what to do with this process when its parent ends, and with orphans below it.
 
-`engines/leash.py` and `rewards/sandbox_stage.py` say it themselves: they run as programs of their
-own, with the standard library alone.
+`engines/leash.py`, `environments/program_keeper.py` and `rewards/sandbox_stage.py` say it
+themselves: they run as programs of their own, with the standard library alone.
 """
 
 import ctypes

@@ -1,9 +1,10 @@
-"""Ends what an engine leaves behind when its owner dies: `python reaper.py SESSION`.
+"""Ends what an engine leaves behind when its owner dies: `python reaper.py SESSION [SECONDS]`.
 
 The kernel kills the engine itself then (see `leash`). Its children follow, once they have asked the
 kernel to; one that was still starting lives on. Standard input is a pipe of which the owner has the
 other end: if it ends, the owner is gone; a byte says that the owner has ended the engine itself.
-It imports the standard library only, so it costs milliseconds.
+With SECONDS the leader of the session has that long to end the session, and itself. It imports the
+standard library only, so it costs milliseconds.
 """
 
 import os
@@ -31,6 +32,11 @@ def main() -> None:
     start = leader.start if leader else ""
     if os.read(0, 1):
         return
+    until = time.monotonic() + float(sys.argv[2] if sys.argv[2:] else 0)
+    while (leader := _process(session)) and leader.start == start and leader.state != "Z":
+        if time.monotonic() >= until:
+            break
+        time.sleep(_AGAIN_S)
     for _ in range(_TRIES):
         found = [each for each in map(_process, _pids()) if each and each.session == session]
         # If the number went to another process, there is nobody left of that session.

@@ -1,4 +1,7 @@
-"""A program of an episode: in a session of its own, ended as a whole, and never left behind."""
+"""A program of an episode: in a session of its own, ended as a whole, and never left behind.
+
+A keeper runs it, see `program_keeper`; should that be killed, a reaper ends the session.
+"""
 
 import asyncio
 import os
@@ -9,13 +12,14 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from relax_hpc.engines import leash
 from relax_hpc.engines import reaper as reaping
+from relax_hpc.environments import program_keeper
 
 GRACE_S = 3.0
 """Time to end by itself, once it is asked to."""
 _SAID_BYTES = 4096
 _LAST_WORDS_S = 0.5
+_KILL_S = 5.0
 _OURS = (sys.executable, "-S", "-E")
 
 
@@ -52,6 +56,13 @@ class ProgramProcess:
                 os.killpg(self._process.pid, signal.SIGTERM)
             await self.has_ended(GRACE_S)
 
+    async def kill(self) -> None:
+        """Ends it, and whatever it has started."""
+        if not self._ending.done():
+            with suppress(ProcessLookupError):
+                self._process.send_signal(program_keeper.END)
+            await self.has_ended(_KILL_S)
+
     def close(self) -> None:
         self._listening.cancel()
         self._ending.cancel()
@@ -67,12 +78,13 @@ async def running(
 ) -> AsyncIterator[ProgramProcess]:
     """Runs a program for the length of the block at most.
 
-    At its end what is left of the program's session is killed, and likewise if this process dies.
+    At its end whatever the program has started is killed, be it in a session of its own, and
+    likewise if this process dies.
     """
     async with _pipe() as (stderr, theirs):
         try:
             process = await asyncio.create_subprocess_exec(
-                *(*_OURS, leash.__file__, str(os.getpid()), *argv),
+                *(*_OURS, program_keeper.__file__, str(os.getpid()), *argv),
                 cwd=folder,
                 env=dict(environment),
                 stdin=DEVNULL,
@@ -109,12 +121,15 @@ async def _kept(program: ProgramProcess, process: Process) -> AsyncIterator[Prog
     reaper = None
     try:
         reaper = await asyncio.create_subprocess_exec(
-            *(*_OURS, reaping.__file__, str(process.pid)), stdin=PIPE, start_new_session=True
+            *(*_OURS, reaping.__file__, str(process.pid), str(_KILL_S)),
+            stdin=PIPE,
+            start_new_session=True,
         )
         yield program
     finally:
         try:
             await program.stop()
+            await program.kill()
         finally:
             if reaper is None:
                 with suppress(ProcessLookupError):

@@ -141,6 +141,21 @@ while not os.path.exists("ready"): time.sleep(0.01)
 """
 
 
+WITH_DAEMON = (
+    WITH_CHILD
+    + """
+if os.fork() == 0:  # a daemon, as these are made
+    os.setsid()
+    if os.fork() == 0:
+        open("daemon", "w").write(str(os.getpid()))
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+while not os.path.exists("daemon") or not open("daemon").read(): time.sleep(0.01)
+"""
+)
+
+
 def test_a_program_that_takes_too_long_is_asked_to_end_and_then_killed_with_its_children(
     agent, tokens, tmp_path, monkeypatch
 ):
@@ -155,15 +170,22 @@ def test_a_program_that_takes_too_long_is_asked_to_end_and_then_killed_with_its_
     sys.stderr.flush()
     while True: time.sleep(0.1)
     """
-    environment = agent(WITH_CHILD + textwrap.dedent(stubborn), timeout_s=1)
+    environment = agent(WITH_DAEMON + textwrap.dedent(stubborn), timeout_s=1)
     with pytest.raises(ProgramError, match=r"^took longer than 1 s; it said: thinking$"):
         play(environment, Engine(tokens))
     assert "401" in (tmp_path / "asked").read_text(), "the episode is over"
-    assert not is_there(tmp_path / "child")
+    assert not is_there(tmp_path / "child") and not is_there(tmp_path / "daemon")
 
 
 def test_what_a_program_leaves_behind_ends_with_it(agent, tokens, tmp_path):
-    play(agent(WITH_CHILD + "chat(task['messages'])"), Engine(tokens, "3"))
+    play(agent(WITH_DAEMON + "chat(task['messages'])"), Engine(tokens, "3"))
+    assert not is_there(tmp_path / "child") and not is_there(tmp_path / "daemon")
+
+
+def test_children_of_a_program_that_kills_who_keeps_it_end_too(agent, tokens, tmp_path):
+    code = "chat(task['messages'])\nimport signal\nos.kill(os.getppid(), signal.SIGKILL)\n"
+    with pytest.raises(ProgramError, match="was killed by SIGKILL"):
+        play(agent(WITH_CHILD + code + "time.sleep(600)"), Engine(tokens, "3"))
     assert not is_there(tmp_path / "child")
 
 
@@ -241,7 +263,7 @@ asyncio.run(main())
 
 @pytest.mark.long
 def test_a_program_and_its_children_die_with_the_task_however_that_dies(agent, tmp_path):
-    agent(WITH_CHILD + "open('pid', 'w').write(str(os.getpid()))\nchat(task['messages'])")
+    agent(WITH_DAEMON + "open('pid', 'w').write(str(os.getpid()))\nchat(task['messages'])")
     code = OWNER.format(path=[str(Path(__file__).parent), *sys.path])
     task = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
     try:
@@ -250,7 +272,8 @@ def test_a_program_and_its_children_die_with_the_task_however_that_dies(agent, t
     finally:
         os.kill(task.pid, signal.SIGKILL)
         task.wait()
-    wait_for(lambda: not is_there(tmp_path / "pid") and not is_there(tmp_path / "child"))
+    names = ("pid", "child", "daemon")
+    wait_for(lambda: not any(is_there(tmp_path / name) for name in names))
 
 
 @pytest.mark.parametrize(
