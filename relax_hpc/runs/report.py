@@ -124,7 +124,11 @@ def _redone(count: dict[str, int]) -> list[tuple[str, str]]:
 def _of_sft(done: dict[str, Any]) -> list[tuple[str, str]]:
     loss, documents, tokens = done["heldout_loss"], done["documents"], done["tokens"]
     now = done["last_loss"]
-    cut = {"truncated": "truncated", "left_out": "left out, their prompts alone are too long"}
+    cut = {
+        "truncated": "truncated",
+        "left_out": "left out, their prompts alone are too long",
+        "empty_steps": "steps without any, which updated nothing",
+    }
     return [
         *([] if now is None else [("loss", f"{now:.3f} at step {done['steps_done']}")]),
         *_speed(done),

@@ -188,6 +188,7 @@ def _of_sft(
             "trained": sum(e.get("num_documents", 0) for e in done),
             "truncated": sum(e.get("data/truncated", 0) for e in done),
             "left_out": sum(e.get("data/left_out", 0) for e in done),
+            "empty_steps": sum(e.get("num_trained_tokens") == 0 for e in done),
         },
         "tokens": {
             "all": sum(e.get("num_tokens", 0) for e in done),

@@ -157,7 +157,7 @@ RUNS = {
 def text(tmp_path):
     """`status` of a run of 30 steps that did some and was evaluated after others."""
 
-    def of(kind, steps, evaluated, failed=()):
+    def of(kind, steps, evaluated, failed=(), empty=()):
         paths = RunPaths(tmp_path / kind)
         paths.root.mkdir(exist_ok=True)
         tree = {"name": kind, "model": {"path": "m"}} | RUNS[kind]
@@ -166,6 +166,9 @@ def text(tmp_path):
         with EventWriter(paths.events("actor", 0), "actor", 0) as events:
             for step in range(1, steps + 1):
                 events.emit("step", step=step, loss=2.0, num_trajectories=1, num_documents=1)
+            for step in empty:
+                none = {"num_documents": 0, "num_trained_tokens": 0, "data/left_out": 4}
+                events.emit("step", step=step, **none)
             for step, value in evaluated.items():
                 when = {0: "before", 30: "after"}.get(step, "during")
                 if kind == "rl":
@@ -239,3 +242,10 @@ def test_no_legend_lies_on_a_curve(tmp_path, monkeypatch, kind, ends):
         legend, inside = axes.get_legend().get_window_extent(), axes.get_window_extent()
         assert not legend.overlaps(inside)
         assert figure.bbox.contains(*legend.min) and figure.bbox.contains(*legend.max)
+
+
+def test_status_of_a_fine_tuning_counts_steps_that_had_nothing_to_train_on(text):
+    said = " ".join(text("sft", 5, {}, empty=(6, 7)).split())
+    assert "documents 5 trained on, 8 left out, their prompts alone are too long, 2 steps" in said
+    assert "2 steps without any, which updated nothing" in said
+    assert "updated nothing" not in text("sft", 5, {})
