@@ -385,7 +385,7 @@ def test_each_job_has_the_components_of_its_side_and_starts_a_holder(tmp_path):
     assert "sides.holder" not in local.script and "boards.finish" in local.script
 
 
-@pytest.mark.parametrize("ends", ["exit 3", "sleep 9 # TERM"])
+@pytest.mark.parametrize("ends", ["exit 3", "exec sleep 9 # TERM"])
 def test_a_job_whose_holder_is_given_up_fails_and_one_that_is_told_to_end_does_not(tmp_path, ends):
     config = job(run_root=str(tmp_path))
     text = submit.plan("slurm", config, placement.place(config), 1).script.split("#!/bin/bash")[1]

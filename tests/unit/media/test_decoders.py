@@ -90,8 +90,8 @@ def test_who_is_ended_by_somebody_else_is_read_again(recipe, decoders, tmp_path)
 
 
 def test_a_header_that_is_never_read_is_named(recipe, decoders, monkeypatch):
-    monkeypatch.setattr(workers, "LONGEST_S", 4)
     decoders.headers([source(photo())], recipe).result()
+    monkeypatch.setattr(workers, "LONGEST_S", 1)
     with pytest.raises(MediumError, match=r"line 3: image 1: ends .* or keeps it for more"):
         decoders.headers([Endless(*source(photo()))], recipe).result()
 
@@ -133,7 +133,6 @@ def test_a_medium_that_kills_its_decoder_is_named_and_others_are_decoded(recipe,
 def test_a_medium_that_is_never_done_is_named_and_others_are_decoded(
     recipe, decoders, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(workers, "LONGEST_S", 4)
     good = measured(source(photo(64, 96)), recipe)
     endless = good._replace(source=Endless(*good.source))
 
@@ -143,7 +142,11 @@ def test_a_medium_that_is_never_done_is_named_and_others_are_decoded(
             looks.prepared([good], []),
             asyncio.timeout(200),
         ):
-            with pytest.raises(ConfigError, match=r"line 3: image 1: ends .* or keeps it for more"):
+            with (
+                pytest.raises(ConfigError, match=r"line 3: image 1: ends .* or keeps it for more"),
+                monkeypatch.context() as patch,
+            ):
+                patch.setattr(workers, "LONGEST_S", 1)
                 async with looks.prepared([endless], []):
                     pytest.fail("it is never done")
             async with looks.prepared([good], []) as made:

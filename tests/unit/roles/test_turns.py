@@ -19,7 +19,7 @@ from relax_hpc.roles.rollout.heldout import Board, Due
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.weights.sleep import Sleep
 
-SILENCE_S, WAIT_S = 2.0, 5.0
+SILENCE_S, WAIT_S = 2.0, 3.0
 """The time that ranks wait for each other, and what rank 0 waits for others."""
 
 
