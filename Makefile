@@ -18,10 +18,12 @@ BIN    := $(VENV)/bin
 SGLANG     ?= .venv-sglang
 SGLANG_OLD ?= .venv-sglang-old
 NAME   ?= demo
-# Test processes, as many as cores: more only take each other's time.
-WORKERS ?= 2
+# Test processes, one more than cores: half of the time a test waits for something.
+WORKERS ?= 3
 # One thread a process: the demo's processes share the cores among themselves.
 export OMP_NUM_THREADS ?= 1
+# Hundreds of processes import the same files, and pytest rewrites its own: compiled once, seconds each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-long docs check soak soak-run soak-sglang mutants setup setup-packages setup-sglang setup-sglang-old demo-sglang test-sglang clean
 

@@ -6,14 +6,26 @@ from pathlib import Path
 import pytest
 from cluster import local_slurm
 
-LONGEST_FIRST = ("e2e", "slurm", "security", "bus", "engines", "unit")
+BUSY = ("e2e", "slurm", "security", "engines")
+"""Folders whose tests keep processors busy; those of others mostly wait, or are short."""
 
 
+@pytest.hookimpl(trylast=True)  # of those that -m has left
 def pytest_collection_modifyitems(items):
-    """The longest files first: at the end, no worker waits for the one that has the last."""
-    folders = Path(__file__).parent
-    places = {folders / name: place for place, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(item.path.parent, len(places)))
+    """The files of busy folders in the order above, with two thirds of the others among them.
+
+    So there is a worker that waits beside those that compute; the last files are short ones.
+    """
+    folders = [Path(__file__).parent / name for name in BUSY]
+    files = list(dict.fromkeys(item.path for item in items))
+    busy = sorted(
+        (file for file in files if file.parent in folders),
+        key=lambda file: folders.index(file.parent),
+    )
+    others = [file for file in files if file.parent not in folders]
+    places = {file: 2 / 3 * place / len(busy) for place, file in enumerate(busy)}
+    places |= {file: place / len(others) for place, file in enumerate(others)}
+    items.sort(key=lambda item: places[item.path])
 
 
 @pytest.fixture(scope="session", autouse=True)
