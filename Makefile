@@ -18,8 +18,10 @@ BIN    := $(VENV)/bin
 SGLANG     ?= .venv-sglang
 SGLANG_OLD ?= .venv-sglang-old
 NAME   ?= demo
-# Test processes, one more than cores: half of the time a test waits for something.
+# Test processes, one more than cores: half of the time a test waits for something. SGLang's servers
+# do not, and take memory: as many of theirs as cores.
 WORKERS ?= 3
+SGLANG_WORKERS ?= 2
 # One thread a process: the demo's processes share the cores among themselves.
 export OMP_NUM_THREADS ?= 1
 # Hundreds of processes import the same files, and pytest rewrites its own: compiled once, seconds each.
@@ -79,8 +81,8 @@ demo-sglang: setup setup-sglang
 	$(SGLANG)/bin/relax-hpc submit jobs/demo.toml --local --follow --set engines.rollout.kind=sglang --set schedule.num_steps=20 --set name=$$($(BIN)/python tests/free_name.py runs demo-sglang)
 
 test-sglang: setup setup-sglang setup-sglang-old
-	RELAX_SGLANG_PYTHON=$(SGLANG_OLD)/bin/python $(BIN)/pytest -m "sglang and not soak" -n $(WORKERS) --dist loadfile $(addprefix tests/engines/test_,engine_contract.py engine_process.py routed_experts.py media_of_sglang.py sounds_of_sglang.py weights_sync.py) -k "not weights_sync or ten_updates or keys_of"
-	RELAX_SGLANG_PYTHON=$(SGLANG)/bin/python $(BIN)/pytest -m "sglang and not soak" -n $(WORKERS) --dist loadfile tests/engines
+	RELAX_SGLANG_PYTHON=$(SGLANG_OLD)/bin/python $(BIN)/pytest -m "sglang and not soak" -n $(SGLANG_WORKERS) --dist loadfile $(addprefix tests/engines/test_,engine_contract.py engine_process.py routed_experts.py media_of_sglang.py sounds_of_sglang.py weights_sync.py) -k "not weights_sync or ten_updates or keys_of"
+	RELAX_SGLANG_PYTHON=$(SGLANG)/bin/python $(BIN)/pytest -m "sglang and not soak" -n $(SGLANG_WORKERS) --dist loadfile tests/engines
 
 setup-sglang: $(SGLANG)/.ready
 

@@ -61,8 +61,10 @@ def convert(
 ) -> None:
     """Convert weights between checkpoints and Hugging Face folders, a tensor at a time, no GPU."""
     from relax_hpc.engines import optional_packages
+    from relax_hpc.engines.megatron import cpu
 
     optional_packages.hush()
+    cpu.install()
     from relax_hpc.checkpoints import convert as conversion
 
     folder = Path(what)

@@ -86,7 +86,8 @@ def assert_complete(run_dir, after, engines=("rollout-0",)):
 
 
 def test_a_killed_engine_rollout_and_actor_go_on_where_they_were(tiny, tmp_path):
-    run_dir = submit_small(tiny, tmp_path, local=True)
+    slow = {"reward.name": unhurried(tmp_path)}  # or else the run may be over before the last kill
+    run_dir = submit_small(tiny, tmp_path, local=True, **slow)
     try:
         wait_until(run_dir, has_done(2), 100)
         actor = newest(run_dir, "actor", "start")["pid"]
@@ -109,6 +110,7 @@ def test_a_killed_engine_rollout_and_actor_go_on_where_they_were(tiny, tmp_path)
         wait_until(run_dir, lambda _: len(events_of(run_dir, "actor", "resume")) == 1, 100)
         resumed = newest(run_dir, "actor", "resume")["step"]
         assert resumed % 4 == 0 and 0 < resumed <= newest(run_dir, "actor", "step")["step"]
+        hurry(tmp_path)
         after = wait_until(run_dir, is_over, 150)
         assert newest(run_dir, "rollout", "start")["pid"] == rollout
         assert_complete(run_dir, after)
@@ -160,7 +162,10 @@ def test_the_last_evaluation_is_made_once_though_the_run_ends_and_rollout_dies_d
 
 
 def test_of_several_engines_in_a_task_one_is_killed_and_the_others_go_on(tiny, tmp_path):
-    several = {"engines.rollout.count": 3, "engines.rollout.engines_per_task": 3}
+    several = {
+        "engines.rollout.count": 3, "engines.rollout.engines_per_task": 3,
+        "reward.name": unhurried(tmp_path),
+    }  # fmt: skip
     run_dir = submit_small(tiny, tmp_path, local=True, **several)
     names = [f"rollout-0.{index}" for index in range(3)]
     try:
@@ -169,6 +174,7 @@ def test_of_several_engines_in_a_task_one_is_killed_and_the_others_go_on(tiny, t
         assert sorted(started) == names
         actor = newest(run_dir, "actor", "start")["pid"]
         os.kill(actor, signal.SIGSTOP)  # or else the run may be over before the engine is back
+        hurry(tmp_path)
         os.kill(started["rollout-0.1"]["engine_pid"], signal.SIGKILL)
         wait_until(run_dir, lambda _: len(events_of(run_dir, "rollout", "engine")) == 4, 100)
         os.kill(actor, signal.SIGCONT)

@@ -11,7 +11,7 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
@@ -28,8 +28,8 @@ _FACTORIES = (
 def install() -> None:
     """Patches the loaded `megatron.core` modules, and those imported later. Idempotent.
 
-    Called before the first of them is imported, it saves a process the import of torch's compiler,
-    which Megatron-core would not use here: a second or two.
+    Called before the first of them is imported, it saves a process the import of torch's compiler
+    and of wandb, which Megatron-core would not use here: a second or two.
     """
     if torch.cuda.is_available() or any(isinstance(x, _PatchOnImport) for x in sys.meta_path):
         return
@@ -42,10 +42,23 @@ def install() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core"):
             _patch(module, proxy)
-    from megatron.core.tensor_parallel import random
-
+    with _absent("wandb"):
+        from megatron.core.tensor_parallel import random
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def _absent(package: str) -> Iterator[None]:
+    """Makes a package that nobody has imported seem not to be installed."""
+    is_hidden = package not in sys.modules
+    if is_hidden:
+        sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if is_hidden:
+            del sys.modules[package]
 
 
 def _patch(module: types.ModuleType, proxy: "_TorchProxy") -> None:

@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from relax_hpc.comm.world import World
-from relax_hpc.engines.training_engine import TrainingEngine
 from relax_hpc.roles.ending import Ending
 from relax_hpc.roles.training.admission import Admission, JobEnd
+
+if TYPE_CHECKING:
+    from relax_hpc.engines.training_engine import TrainingEngine
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class LastSave:
     def __init__(
         self,
         world: World,
-        trainer: TrainingEngine,
+        trainer: "TrainingEngine",
         saves: Saves,
         ending: Ending | None,
         job_end: JobEnd | None = None,
