@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from cluster import local_slurm
 
+from relax_hpc import storage
+
 BUSY = ("e2e", "slurm", "security", "engines")
 """Folders whose tests keep processors busy; those of others mostly wait, or are short."""
 
@@ -35,6 +37,13 @@ def own_state(tmp_path_factory):
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
     for name in ("RELAX_PROFILE", "RELAX_RUN_ROOT"):
         os.environ.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def impatient():
+    """Undoes what a task that began in this process settled: others would wait out their errors."""
+    yield
+    storage.settle(0)
 
 
 @pytest.fixture(scope="session")
