@@ -231,10 +231,11 @@ def _nearest(loc: tuple[int | str, ...], kind: type[JobConfig]) -> str:
     known = list(section.model_fields)
     if section is RunConfig:
         known.append("sft")
-    if close := difflib.get_close_matches(str(loc[-1]), known, n=1):
-        return f"; did you mean {prefix}{close[0]}?"
     same = [key.name for key in keys_of(kind) if key.name.endswith(f".{loc[-1]}")]
-    near = [key for key in same if key.startswith(f"{loc[0]}.")] or same
-    if 1 <= len(near) <= _FEW:
-        return f"; here it is {' or '.join(near)}"
+    near = [key for key in same if key.startswith(f"{loc[0]}.")]
+    close = difflib.get_close_matches(str(loc[-1]), known, n=1)
+    if close and not near:
+        return f"; did you mean {prefix}{close[0]}?"
+    if 1 <= len(near or same) <= _FEW:
+        return f"; here it is {' or '.join(near or same)}"
     return f"; {prefix.rstrip('.') or 'a job'} takes {', '.join(known)}"

@@ -186,7 +186,10 @@ def _note(
     actor = task.config.actor
     tokens = sum(map(sum, batch.lengths)) * actor.layout.data_parallel
     seconds.rates.append(tokens / (end - begin))
-    of_batch = sum(training_flops(task.architecture, lengths) for lengths in batch.lengths)
+    learn = not actor.lora.rank
+    of_batch = sum(
+        training_flops(task.architecture, lengths, weights_learn=learn) for lengths in batch.lengths
+    )
     seconds.flops.append(of_batch / actor.layout.replica_size / (end - begin))
 
 

@@ -9,7 +9,7 @@ from relax_hpc.errors import CheckpointError, ConfigError
 from relax_hpc.job_file import read_resolved
 from relax_hpc.paths import RunPaths
 
-_FORMATS = ("hf", "megatron")
+_FORMATS = ("hf", "megatron", "peft")
 
 
 def convert(what: Path, to: str, *, out: Path | None, step: int | None, model: Path | None) -> Path:
@@ -17,8 +17,8 @@ def convert(what: Path, to: str, *, out: Path | None, step: int | None, model: P
 
     Args:
         what: a run directory, a checkpoint, or a Hugging Face folder.
-        to: the format of the result, hf or megatron.
-        out: must not exist; where a run is converted, its hf/step_<step> by default.
+        to: the format of the result: hf, megatron or peft, which is adapters alone.
+        out: must not exist; where a run is converted to hf, its hf/step_<step> by default.
         step: of the checkpoint of a run; the newest by default.
         model: Hugging Face folder that lends config.json and tokenizer; by default the one that
             the run was started with.
@@ -45,9 +45,10 @@ def convert(what: Path, to: str, *, out: Path | None, step: int | None, model: P
         assert run is not None
         model = read_resolved(run.config).model.path
     saved_step = store.step_of(folder)
-    default = run.hf(saved_step) if run and saved_step is not None else None
+    default = run.hf(saved_step) if to == "hf" and run and saved_step is not None else None
     out = _free(out or default, f"{folder}: say with --out where to write")
-    conversion.to_hf(folder, model, out)
+    write = conversion.to_hf if to == "hf" else conversion.to_peft
+    write(folder, model, out)
     return out
 
 

@@ -48,11 +48,12 @@ def make_tiny(
 
 @models.command(
     epilog="Examples:  relax-hpc convert arithmetic --to hf --step 40  |  "
-    "relax-hpc convert models/qwen3 --to megatron --out weights/qwen3"
+    "relax-hpc convert models/qwen3 --to megatron --out weights/qwen3  |  "
+    "relax-hpc convert adapted --to peft --out adapters/adapted"
 )
 def convert(
     what: Annotated[str, typer.Argument(help="A run, a checkpoint, or a Hugging Face folder.")],
-    to: Annotated[str, typer.Option(help="hf or megatron.")],
+    to: Annotated[str, typer.Option(help="hf, megatron, or peft: adapters.")],
     out: Annotated[Path | None, typer.Option(help="Is made; by default in the run, hf/.")] = None,
     step: Annotated[int | None, typer.Option(help="Of a run; the newest if not given.")] = None,
     model: Annotated[

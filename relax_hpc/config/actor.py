@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from relax_hpc.config.layout import FrozenPart, Layout, MegatronConfig
-from relax_hpc.config.model import ModelConfig
+from relax_hpc.config.model import LoraConfig, ModelConfig
 from relax_hpc.config.optimizer import OptimizerConfig
 from relax_hpc.config.saving import SavingConfig
 from relax_hpc.sections import (
@@ -30,6 +30,7 @@ class ActorConfig(Section, SavingConfig, MegatronConfig):
     frozen: list[FrozenPart] = []
     """Parts that do not learn, of a model that sees or hears: a tower, the matrices from its
     outputs to features, the rest. They have no gradient and no moments."""
+    lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     resources: Resources = Resources()
 

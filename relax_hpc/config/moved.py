@@ -194,6 +194,9 @@ ELSEWHERE: dict[str, str] = {
     "freeze_vision_tower": "actor.frozen",
     "freeze_vision_model": "actor.frozen",
     "freeze_language_model": "actor.frozen",
+    "lora_rank": "actor.lora.rank",
+    "lora_alpha": "actor.lora.alpha",
+    "target_modules": "actor.lora.targets",
     "max_grad_norm": "actor.optimizer.clip_grad",
     "max_tokens_per_gpu": "actor.tokens_per_micro_batch",
     "ppo_max_token_len_per_gpu": "actor.tokens_per_micro_batch",
@@ -243,7 +246,6 @@ _WHOLE = (
     "what is trained on is sampled from the whole distribution, whose logprobs the trainer has; "
 )
 _EPOCHS = "a run has schedule.num_steps: rows x epochs / schedule.prompts_per_step"
-_NO_LORA = "all weights are trained, LoRA is not built; remove it"
 _EPISODE = "an episode says it itself, in rollout.environment (docs/extending.md); remove it"
 ABSENT: dict[str, str] = {
     "rollout.top_p": f"{_WHOLE}held-out sets have eval.<name>.top_p",
@@ -290,9 +292,6 @@ ABSENT: dict[str, str] = {
     "save_debug_rollout_data": "rollouts are on the bus; relax-hpc bus export writes them as rows",
     "rollout_data_dir": "rollouts are on the bus; relax-hpc bus export writes them as rows",
     "log_val_generations": "relax-hpc eval and view show them, and TensorBoard's Text; remove it",
-    "lora_rank": _NO_LORA,
-    "lora_alpha": _NO_LORA,
-    "target_modules": _NO_LORA,
     "multi_turn": _EPISODE,
     "max_turns": _EPISODE,
     "max_assistant_turns": _EPISODE,

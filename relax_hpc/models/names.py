@@ -5,7 +5,7 @@ tensor-parallel ranks. What a rank holds is described once, as pieces: loading c
 exporting the other.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -113,3 +113,51 @@ class Parameter:
     @property
     def _rows(self) -> int:
         return sum(shape[0] for shape in self.hf.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The two factors that low-rank adaptation adds to a parameter, under peft's names."""
+
+    a: Parameter
+    """[rank, in] of each matrix that is adapted, one below the other."""
+    b: Parameter
+    """[out, rank], in the rows of the parameter; those of matrices that are not adapted stay 0."""
+    sources: tuple[int, ...]
+    """Indices of the adapted matrices in `Parameter.hf`."""
+
+    @classmethod
+    def of(cls, parameter: Parameter, rank: int, targets: Collection[str]) -> "Adapter | None":
+        """Returns the adapter of a parameter; None if nothing that it is packed from is a target.
+
+        Args:
+            rank: of the factors.
+            targets: names of matrices of the language model's layers, e.g. q_proj.
+        """
+        names = list(parameter.hf)
+        sources = tuple(n for n, name in enumerate(names) if _is_target(name, targets))
+        [*_, core] = parameter.core
+        if not sources or parameter.num_experts or not core.startswith("decoder.layers."):
+            return None
+        of_a, of_b = {}, {}
+        for number, (name, (rows, columns)) in enumerate(parameter.hf.items()):
+            place = name.removesuffix("weight")
+            of_b[f"{place}lora_B.weight"] = (rows, rank)
+            if number in sources:
+                of_a[f"{place}lora_A.weight"] = (rank, columns)
+        place, by_columns = core.removesuffix("weight"), parameter.layout == "columns"
+        return cls(
+            Parameter((f"{place}lora_a",), of_a, "columns" if by_columns else "whole"),
+            replace(
+                parameter,
+                core=(f"{place}lora_b",),
+                hf=of_b,
+                layout="whole" if by_columns else parameter.layout,
+            ),
+            sources,
+        )
+
+
+def _is_target(name: str, targets: Collection[str]) -> bool:
+    *_, matrix, kind = name.rsplit(".", 2)
+    return kind == "weight" and matrix in targets

@@ -26,8 +26,10 @@ _MEDIA = tuple(
 class Costs:
     """Collects during a step; waits for the GPU, and for the other ranks, only at its end."""
 
-    def __init__(self, shape: Architecture, device: torch.device) -> None:
-        self._shape, self._device = shape, device
+    def __init__(
+        self, shape: Architecture, device: torch.device, *, weights_learn: bool = True
+    ) -> None:
+        self._shape, self._device, self._weights_learn = shape, device, weights_learn
         on_gpu = device.type == "cuda"
         self._peak = peak_of(torch.cuda.get_device_name(device)) if on_gpu else None
         self._begin()
@@ -53,10 +55,10 @@ class Costs:
         """
         for work in works:
             lengths = work.micro_batch.lengths[: len(work.samples)]
-            flops = training_flops(self._shape, lengths)
             if is_forward:
-                self._flops += flops / 3
+                self._flops += training_flops(self._shape, lengths) / 3
                 continue
+            flops = training_flops(self._shape, lengths, weights_learn=self._weights_learn)
             self._tokens += sum(lengths)
             self._padded += sum(work.micro_batch.lengths) - sum(lengths)
             self._flops += flops

@@ -4,8 +4,11 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from relax_hpc.config.layout import FrozenPart, Layout, MegatronConfig
+from relax_hpc.config.model import LoraConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.architecture import Architecture
+from relax_hpc.models.names import Adapter
+from relax_hpc.models.registry import parameters
 
 _UNEVEN_STAGES = (
     "num_layers_in_first_pipeline_stage",
@@ -76,6 +79,41 @@ def check_frozen(frozen: Collection[FrozenPart], shape: Architecture, layout: La
             f"{said}: only the first pipeline stage would have something to learn; use "
             "actor.layout.pipeline_parallel = 1"
         )
+
+
+def check_lora(lora: LoraConfig, frozen: Collection[FrozenPart], shape: Architecture) -> None:
+    """Refuses adapters of what cannot be adapted.
+
+    Raises:
+        ConfigError: naming the key, and what can be done.
+    """
+    if not lora.rank:
+        return
+    if frozen:
+        raise ConfigError(
+            f"actor.frozen = {list(frozen)}: with actor.lora.rank = {lora.rank} all of the model "
+            "stays as it is, and only what is added to it learns; remove it"
+        )
+    beside = [target for target in lora.targets if target not in _OF_ATTENTION]
+    if shape.experts and beside:
+        raise ConfigError(
+            f"actor.lora.targets = {lora.targets}: experts cannot be adapted; use "
+            f"{list(_OF_ATTENTION)}, or some of them"
+        )
+    for parameter in parameters(shape):
+        if Adapter.of(parameter, lora.rank, lora.targets) is None:
+            continue
+        for name, sizes in parameter.hf.items():
+            target = name.split(".")[-2]
+            if target in lora.targets and lora.rank > min(sizes):
+                raise ConfigError(
+                    f"actor.lora.rank = {lora.rank}: a {target} of {sizes[0]} x {sizes[1]} has no "
+                    f"such rank; use {min(sizes)} at most, or leave {target} out of "
+                    "actor.lora.targets"
+                )
+
+
+_OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def _parts(shape: Architecture) -> set[FrozenPart]:

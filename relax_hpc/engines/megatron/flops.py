@@ -37,13 +37,21 @@ def active_channels(shape: Architecture) -> float:
     return share * chosen + (1 - share) * shape.ffn_hidden_size
 
 
-def training_flops(shape: Architecture, lengths: Iterable[int]) -> float:
+def training_flops(
+    shape: Architecture, lengths: Iterable[int], *, weights_learn: bool = True
+) -> float:
     """Returns the FLOPs of one forward and backward over documents of these lengths.
 
     6 N T for T tokens and N weights in matrix products (the output layer's, not the embedding's; of
     experts those that a token is sent to), and 3 x 2 x layers x heads x head_dim x length^2 per
     document: causal attention is half of a square, forward 2 products, backward twice that. Nothing
     that is recomputed counts.
+
+    Args:
+        shape: of the model.
+        lengths: of the documents.
+        weights_learn: else their gradient is not computed, which is a third of 6 N T; what little
+            adapters add does not count.
     """
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     layer = shape.hidden_size * (2 * queries + 2 * keys + 3 * active_channels(shape))
@@ -51,7 +59,8 @@ def training_flops(shape: Architecture, lengths: Iterable[int]) -> float:
     tokens = square = 0
     for length in lengths:
         tokens, square = tokens + length, square + length * length
-    return 6.0 * weights * tokens + 6.0 * shape.num_layers * queries * square
+    passes = 6.0 if weights_learn else 4.0
+    return passes * weights * tokens + 6.0 * shape.num_layers * queries * square
 
 
 def tower_flops(shape: Vision, grids: Iterable[tuple[int, int, int]]) -> float:

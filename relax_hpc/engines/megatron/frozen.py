@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from megatron.core.models.gpt import GPTModel
 
 from relax_hpc.config.layout import FrozenPart
+from relax_hpc.engines.megatron.hf.hf_weights import is_of_adapter
 from relax_hpc.models import qwen3_omni_moe, qwen3_vl
 
 
@@ -13,6 +14,13 @@ def freeze(chunks: Sequence[GPTModel], frozen: Collection[FrozenPart]) -> None:
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(part_of(name) not in frozen)
+
+
+def freeze_all_but_adapters(chunks: Sequence[GPTModel]) -> None:
+    """Does as `freeze` with all of the model."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(is_of_adapter(name))
 
 
 def part_of(name: str) -> FrozenPart:

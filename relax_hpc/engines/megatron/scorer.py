@@ -13,7 +13,7 @@ from torch import Tensor
 from relax_hpc.comm.bucket import BucketPlan, Spec
 from relax_hpc.comm.world import World
 from relax_hpc.config.layout import FrozenPart, MegatronConfig
-from relax_hpc.config.model import ModelConfig
+from relax_hpc.config.model import LoraConfig, ModelConfig
 from relax_hpc.engines.megatron import cpu, grid, model, packing, schedule
 from relax_hpc.engines.megatron.attention import choice
 from relax_hpc.engines.megatron.checkpoint.part import load_weights
@@ -42,6 +42,8 @@ class MegatronScorer:
     _kind: ClassVar[type[model.PackedGPT]] = model.PackedGPT
     _frozen: Collection[FrozenPart] = ()
     """Parts of the model that stay as they were loaded, while others learn."""
+    _lora: LoraConfig | None = None
+    """Adaptation of the model, which itself stays as it was loaded."""
 
     def __init__(
         self,
@@ -151,7 +153,7 @@ class MegatronScorer:
 
     def weight_specs(self) -> list[Spec]:
         """Returns the specs of `named_weights`, in that order. Collective."""
-        return hf_stream.weight_specs(self._chunks, self._frozen)
+        return hf_stream.weight_specs(self._chunks, self._frozen, self._lora)
 
     def gather(self, bucket_bytes: int, *, to_all: bool = False) -> HfGather:
         """Returns the gather that brings such buckets to rank 0, or to all. Collective."""

@@ -15,7 +15,7 @@ from relax_hpc.algorithms.composition import Objective
 from relax_hpc.algorithms.entropy import EntropyState, NoEntropy
 from relax_hpc.comm.world import World
 from relax_hpc.config.layout import FrozenPart, MegatronConfig
-from relax_hpc.config.model import ModelConfig
+from relax_hpc.config.model import LoraConfig, ModelConfig
 from relax_hpc.config.optimizer import OptimizerConfig
 from relax_hpc.engines.megatron import engine_gap, fit
 from relax_hpc.engines.megatron.checkpoint.host_copy import HostCopy
@@ -28,7 +28,7 @@ from relax_hpc.engines.megatron.checkpoint.part import (
 )
 from relax_hpc.engines.megatron.checkpoint.read import damage
 from relax_hpc.engines.megatron.costs import Costs
-from relax_hpc.engines.megatron.frozen import freeze
+from relax_hpc.engines.megatron.frozen import freeze, freeze_all_but_adapters
 from relax_hpc.engines.megatron.hf import hf_weights
 from relax_hpc.engines.megatron.optimizer import distributed_adam
 from relax_hpc.engines.megatron.optimizer.learning_rate import learning_rate
@@ -69,6 +69,7 @@ class MegatronTrainer(MegatronScorer):
         temperature: float = 1.0,
         random_weights: bool = False,
         frozen: Collection[FrozenPart] = (),
+        lora: LoraConfig | None = None,
     ) -> None:
         """Does as MegatronScorer, and makes gradient buffers and the optimizer.
 
@@ -77,6 +78,7 @@ class MegatronTrainer(MegatronScorer):
             epochs_per_step: passes over a batch, each an update.
             still_steps: first steps without an update, behind which the learning rate begins.
             frozen: parts of the model that do not learn.
+            lora: adapters of that rank learn, and nothing else; 0 or None: the model does.
         """
         super().__init__(
             config, megatron, world, device,
@@ -85,6 +87,9 @@ class MegatronTrainer(MegatronScorer):
         fit.check_frozen(frozen, self._shape, megatron.layout)
         freeze(self._chunks, frozen)
         self._frozen = frozen
+        self._notes: dict[str, Any] = {}
+        if lora is not None and lora.rank:
+            self._adapt(lora, seed)
         self.step = 0
         self._num_steps, self._epochs_per_step = num_steps, epochs_per_step
         self._still_steps = still_steps
@@ -97,7 +102,7 @@ class MegatronTrainer(MegatronScorer):
         """Further weights for this model, e.g. of a reference policy."""
         self.costs: dict[str, float] = {}
         """Costs of the last step, see `costs.Costs.end_step`."""
-        self._costs = Costs(self._shape, device)
+        self._costs = Costs(self._shape, device, weights_learn=self._lora is None)
         self._updates = Updates(
             self._chunks, self._wrapped, self._optimizer, self._costs, self._logprobs, device,
             self._encoder,
@@ -111,7 +116,6 @@ class MegatronTrainer(MegatronScorer):
         """Works whose logprobs under policy `step` are known."""
         self._ahead: Metrics = {}
         """Measurements of the forward pass before the updates, if there was one."""
-        self._notes: dict[str, Any] = {}
         self._host_copy, self._waited_s = HostCopy(), 0.0
         self._has_buffers = has_buffers(self._chunks)
 
@@ -317,6 +321,12 @@ class MegatronTrainer(MegatronScorer):
     def skip(self) -> Skip | None:
         """Reason why the last update was not done, if it was not; the same on every rank."""
         return self._updates.skip
+
+    def _adapt(self, lora: LoraConfig, seed: int) -> None:
+        fit.check_lora(lora, self._frozen, self._shape)
+        hf_weights.add_adapters(self._chunks, self._shape, lora, seed)
+        freeze_all_but_adapters(self._chunks)
+        self._lora, self._notes["lora"] = lora, lora.model_dump()
 
     def _let_change(self) -> None:
         """Waits until a copy for a checkpoint is made."""

@@ -24,4 +24,5 @@ def trainer_of(
         temperature=config.temperature,
         random_weights=random_weights,
         frozen=config.actor.frozen,
+        lora=config.actor.lora,
     )

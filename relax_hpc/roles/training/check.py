@@ -34,6 +34,7 @@ def check_model(path: Path, config: MegatronConfig) -> Architecture:
     fit.check(config, shape)
     if isinstance(config, ActorConfig):
         fit.check_frozen(config.frozen, shape, config.layout)
+        fit.check_lora(config.lora, config.frozen, shape)
     return shape
 
 

@@ -1,22 +1,25 @@
 """Weights of a checkpoint <-> a Hugging Face folder: one process, no GPU, a tensor at a time."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from relax_hpc.engines.megatron.checkpoint import part_files
 from relax_hpc.engines.megatron.checkpoint.boxes import Box
 from relax_hpc.engines.megatron.checkpoint.read import Stored
 from relax_hpc.engines.megatron.hf import hf_stream, hf_weights
+from relax_hpc.engines.megatron.layers import lora as layers
 from relax_hpc.errors import ConfigError
 from relax_hpc.models import hf_folder
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.models.hf_check import check_names, check_shapes
 from relax_hpc.models.hf_files import OUTPUT, HfFiles
-from relax_hpc.models.names import Parameter
+from relax_hpc.models.names import Adapter, Parameter
 from relax_hpc.models.registry import FAMILIES, parameters, read_architecture
 from relax_hpc.records import sync
 from relax_hpc.scratch import scratch_folder
@@ -30,7 +33,7 @@ _OTHER_NAMES = (
 
 
 def to_hf(checkpoint: Path, model: Path, out: Path) -> None:
-    """Writes the weights of a checkpoint as a folder that loads like `model`.
+    """Writes the weights of a checkpoint as a folder that loads like `model`, adapters merged.
 
     Args:
         model: a Hugging Face folder of the same architecture, which lends all but its weights.
@@ -45,10 +48,53 @@ def to_hf(checkpoint: Path, model: Path, out: Path) -> None:
     tensors = (
         tensor
         for parameter, key in keys
-        for tensor in hf_stream.unpacked(parameter, stored.tensor(key))
+        for tensor in hf_stream.unpacked(parameter, _merged(stored, parameter, key))
     )
     with _appearing(out) as draft:
         hf_folder.write(draft, tensors, model)
+
+
+def to_peft(checkpoint: Path, model: Path, out: Path) -> None:
+    """Writes the adapters of a checkpoint as a folder that peft loads onto the model.
+
+    Args:
+        model: the Hugging Face folder that they were trained on.
+        out: appears when it is complete.
+
+    Raises:
+        CheckpointError: the checkpoint is not whole, or was removed meanwhile.
+        ConfigError: it has no adapters, is of another model, or `out` cannot be made.
+    """
+    stored, shape = Stored(checkpoint), read_architecture(model)
+    lora = stored.lora
+    if lora is None:
+        raise ConfigError(f"{checkpoint}: has no adapters; --to hf writes the model")
+    _keys(stored, parameters(shape))
+    tensors = {
+        f"base_model.model.{name}": tensor.contiguous()
+        for parameter in parameters(shape)
+        if (adapter := Adapter.of(parameter, lora["rank"], lora["targets"]))
+        for part in (adapter.a, adapter.b)
+        for name, tensor in hf_stream.unpacked(part, stored.tensor(part.core[0]))
+        if name.split(".")[-3] in lora["targets"]
+    }
+    modules = sorted({name.split(".", 2)[2].rsplit(".", 2)[0] for name in tensors})
+    record = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model),
+        "r": lora["rank"],
+        "lora_alpha": lora["alpha"],
+        # Towers have modules of such names, too.
+        "target_modules": modules if shape.vision or shape.audio else lora["targets"],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    with _appearing(out) as draft:
+        draft.mkdir()
+        save_file(tensors, draft / "adapter_model.safetensors", {"format": "pt"})
+        (draft / "adapter_config.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 def check_fits(checkpoint: Path, shape: Architecture, *, has_vocabulary: bool = True) -> None:
@@ -61,10 +107,12 @@ def check_fits(checkpoint: Path, shape: Architecture, *, has_vocabulary: bool = 
 
     Raises:
         CheckpointError: it is not whole.
-        ConfigError: it is of another model.
+        ConfigError: it is of another model, or has adapters.
     """
     wanted = (each for each in parameters(shape) if has_vocabulary or OUTPUT not in each.hf)
-    _keys(Stored(checkpoint), wanted)
+    stored = Stored(checkpoint)
+    stored.refuse_adapters()
+    _keys(stored, wanted)
 
 
 def to_megatron(model: Path, out: Path) -> None:
@@ -106,6 +154,17 @@ def _appearing(out: Path) -> Iterator[Path]:
     except OSError as error:
         remedy = "make room, or name another" if error.errno in FULL else "name another"
         raise ConfigError(f"{out}: cannot be made: {error.strerror}; {remedy}") from error
+
+
+def _merged(stored: Stored, parameter: Parameter, key: str) -> Tensor:
+    """A whole parameter, with what its adapter adds."""
+    whole, lora = stored.tensor(key), stored.lora
+    adapter = Adapter.of(parameter, lora["rank"], lora["targets"]) if lora else None
+    if lora is None or adapter is None:
+        return whole
+    first, second = stored.tensor(adapter.a.core[0]), stored.tensor(adapter.b.core[0])
+    places = layers.places_of(parameter, adapter.sources, lora["alpha"] / lora["rank"])
+    return layers.merge(whole, layers.spread(second, places), first)
 
 
 def _keys(stored: Stored, every: Iterator[Parameter]) -> list[tuple[Parameter, str]]:

@@ -138,9 +138,10 @@ def load_weights(folder: Path, chunks: Sequence[GPTModel]) -> None:
 
     Raises:
         CheckpointError: it is not whole, or damaged; names the file.
-        ConfigError: it is of another model.
+        ConfigError: it is of another model, or of one and its adapters.
     """
     stored = Stored(folder)
+    stored.refuse_adapters()
     known = stored.shapes()
     wanted = [boxes.of_shard(shard) for shard, _ in _tensors(chunks)]
     stored.fill([box for box in wanted if box.key in known or VALUE_HEAD not in box.key])
@@ -177,7 +178,7 @@ def _own_boxes(trainee: Trainee) -> Iterator[Box]:
     shares, managed = _shares(trainee.optimizer), _managed(trainee.optimizer)
     for shard, parameter in _tensors(trainee.chunks):
         if parameter not in managed:
-            if is_main_replica(shard.replica_id):
+            if is_main_replica(shard.replica_id) and not _is_copy(parameter):
                 yield boxes.of_shard(shard)
         elif parameter in shares and _is_main_shard(shard):
             start, state = shares[parameter]
@@ -226,6 +227,12 @@ def _load_kept(stored: Stored, trainee: Trainee) -> None:
                 failed = error
             trainee.bank.keep(name, lasting=True)
     _raise_together(failed)
+
+
+def _is_copy(tensor: Tensor) -> bool:
+    """Whether another rank has the same, though Megatron may not know: it leaves out contexts."""
+    is_shared = isinstance(tensor, torch.nn.Parameter) and getattr(tensor, "allreduce", True)
+    return is_shared and mpu.get_data_parallel_rank(with_context_parallel=True) > 0
 
 
 def _is_main_shard(shard: ShardedTensor) -> bool:

@@ -89,6 +89,24 @@ class Stored:
     def dtypes(self) -> dict[str, torch.dtype]:
         return {key: tensor.properties.dtype for key, tensor in self._tensors()}
 
+    @property
+    def lora(self) -> dict[str, Any] | None:
+        """Returns the settings of the adapters that it has, if it has some."""
+        found: dict[str, Any] | None = self.common.get("notes", {}).get("lora")
+        return found
+
+    def refuse_adapters(self) -> None:
+        """Refuses what is not a model's weights alone.
+
+        Raises:
+            ConfigError: there are adapters beside them.
+        """
+        if self.lora:
+            raise ConfigError(
+                f"{self.folder}: is a model and adapters of rank {self.lora['rank']}; "
+                "relax-hpc convert ... --to hf makes one of them, for model.path"
+            )
+
     def object(self, key: str) -> bytes:
         """Reads the bytes of something that is not a tensor.
 

@@ -5,7 +5,7 @@ alone has of a bucket into one message; whoever gets it puts the pieces where th
 pieces these are, and where they go, is found once: an update is a few kernels per bucket.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,13 @@ from torch import Tensor
 
 from relax_hpc.comm.bucket import BucketPlan, Spec, views
 from relax_hpc.comm.collectives import all_gather_json
-from relax_hpc.engines.megatron.hf.hf_stream import Shard, Slot, own_shards, slots_of
+from relax_hpc.engines.megatron.hf.hf_stream import (
+    OwnShard,
+    Shard,
+    Slot,
+    own_shards,
+    slots_of,
+)
 from relax_hpc.engines.megatron.model import PackedGPT
 from relax_hpc.models.names import Shape
 
@@ -50,8 +56,8 @@ class _Piece(NamedTuple):
         """Bytes of a message that it takes."""
         return -(-self.size // _ALIGNMENT) * _ALIGNMENT
 
-    def of(self, shards: Sequence[Shard]) -> Tensor:
-        """Returns the piece as a view of its owner's parameter."""
+    def of(self, shards: Mapping[int, Shard]) -> Tensor:
+        """Returns the piece as a view of its owner's part of the parameter."""
         return shards[self.slot][self.shard].narrow(self.dim, self.target, self.shape[self.dim])
 
     def within(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -83,13 +89,13 @@ class _Copies(NamedTuple):
     """The places of a bucket or a message, and what belongs there."""
 
     places: list[Tensor]
-    own: list[Tensor]
+    own: Callable[[], list[Tensor]]
     others: list[Tensor]
     received: list[Tensor]
 
     def make_own(self) -> None:
         if self.places:
-            torch._foreach_copy_(self.places, self.own)
+            torch._foreach_copy_(self.places, self.own())
 
     def make_others(self) -> None:
         if self.others:
@@ -121,7 +127,7 @@ class HfGather:
         self._regions = [self._room_for(messages) for messages in self._messages]
         self._buffer: Tensor | None = None
         self._addresses = list[int]()
-        self._shards = list[Shard]()
+        self._shards = list[OwnShard]()
         self._copies: dict[tuple[int, int], _Copies] = {}
 
     def begin(self) -> None:
@@ -151,7 +157,7 @@ class HfGather:
             tensors = views(flat, self._plan.buckets[index])
             self._copies[key] = _Copies(
                 [piece.within(tensors) for message in own for piece in message.pieces],
-                [piece.of(self._shards) for message in own for piece in message.pieces],
+                self._values([piece for message in own for piece in message.pieces]),
                 [piece.within(tensors) for message in others for piece in message.pieces],
                 [
                     place
@@ -189,10 +195,23 @@ class HfGather:
     def _pack(self, index: int, message: _Message) -> Tensor:
         region = self._region(index, message)
         if (key := (index, 0)) not in self._copies:
-            values = [piece.of(self._shards) for piece in message.pieces]
+            values = self._values(message.pieces)
             self._copies[key] = _Copies(message.places(region), values, [], [])
         self._copies[key].make_own()
         return region
+
+    def _values(self, pieces: Sequence[_Piece]) -> Callable[[], list[Tensor]]:
+        """Returns what gives the pieces: views, or parts of matrices that it makes each time."""
+        slots = sorted({piece.slot for piece in pieces})
+
+        def values() -> list[Tensor]:
+            shards = {slot: self._shards[slot].shard() for slot in slots}
+            return [piece.of(shards) for piece in pieces]
+
+        if any(self._shards[slot].is_made for slot in slots):
+            return values
+        views_of_weights = values()
+        return lambda: views_of_weights
 
     def _room_for(self, messages: Sequence[_Message]) -> dict[int, slice]:
         """Owner -> where in the buffer a message is packed, or received."""

@@ -6,6 +6,7 @@ rank, and what is gathered, mostly within a node, comes in as few collectives as
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 from relax_hpc.comm.bucket import Spec, dtype_name, dtype_of
 from relax_hpc.comm.collectives import all_gather_json
 from relax_hpc.config.layout import FrozenPart
+from relax_hpc.config.model import LoraConfig
 from relax_hpc.engines.megatron.frozen import part_of
 from relax_hpc.engines.megatron.hf.hf_weights import Sharing, by_expert, owned
+from relax_hpc.engines.megatron.layers.lora import is_adapted, merged
 from relax_hpc.engines.megatron.model import PackedGPT
-from relax_hpc.models.names import Parameter, Piece, Shape
+from relax_hpc.models.names import Adapter, Parameter, Piece, Shape
 
 BUCKET_BYTES = 1 << 28
 
@@ -35,9 +38,15 @@ class Slot(NamedTuple):
     stage: int
     """Pipeline stage that has it; the first, if several do."""
     dtype: torch.dtype
-    shard: Shard
-    """Shard of this rank; empty on the other stages."""
+    own: Callable[[], Tensor] | None
+    """Makes this rank's part; None on the other stages."""
     sharing: Sharing
+
+    @property
+    def shard(self) -> Shard:
+        """Shard of this rank, made by every call; empty on the other stages."""
+        own = self.own
+        return [] if own is None else by_expert(own(), self.parameter, self.sharing.size)
 
     @property
     def shard_shape(self) -> Shape:
@@ -71,7 +80,7 @@ class Slot(NamedTuple):
 def named_weights(
     chunks: Sequence[PackedGPT],
     *,
-    value_of: Callable[[nn.Parameter], Tensor] = nn.Parameter.detach,
+    value_of: Callable[[nn.Parameter], Tensor] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[tuple[str, Tensor]]:
     """Full tensors under Hugging Face names, in the order of the model, on its device.
@@ -87,7 +96,8 @@ def named_weights(
 
     Args:
         chunks: this rank's.
-        value_of: what is exported of a parameter, of its shape; `main_grad`, for example.
+        value_of: what is exported of a parameter, of its shape; `main_grad`, for example. By
+            default what the model computes with, adapters included.
         bucket_bytes: of whole tensors that are gathered at a time; a larger parameter is alone.
     """
     device = next(chunks[0].parameters()).device
@@ -96,19 +106,25 @@ def named_weights(
         yield from _brought_together(bucket, device)
 
 
-def weight_specs(chunks: Sequence[PackedGPT], frozen: Collection[FrozenPart] = ()) -> list[Spec]:
+def weight_specs(
+    chunks: Sequence[PackedGPT],
+    frozen: Collection[FrozenPart] = (),
+    lora: LoraConfig | None = None,
+) -> list[Spec]:
     """Returns the specs of `named_weights`, in that order. Collective over pipeline stages.
 
     Args:
         chunks: this rank's.
         frozen: parts that do not learn.
+        lora: what the model is adapted by; all else does not learn.
     """
     return [
         Spec(
             name.format(expert=expert),
             slot.dtype,
             tuple(shape),
-            learns=part_of(slot.parameter.core[0]) not in frozen,
+            learns=part_of(slot.parameter.core[0]) not in frozen
+            and (lora is None or _may_change(slot.parameter, lora)),
         )
         for slot in slots_of(chunks)
         for expert in range(slot.parameter.num_experts or 1)
@@ -116,10 +132,34 @@ def weight_specs(chunks: Sequence[PackedGPT], frozen: Collection[FrozenPart] = (
     ]
 
 
-def own_shards(chunks: Sequence[PackedGPT]) -> list[Shard]:
-    """Returns this rank's shards of every parameter, in the order of `named_weights`."""
+def _may_change(parameter: Parameter, lora: LoraConfig) -> bool:
+    """Whether it is adapted, or a norm among what is, which is not worth a bucket of its own."""
+    is_vector = len(next(iter(parameter.hf.values()))) == 1
+    is_beside = is_vector and parameter.core[0].startswith("decoder.")
+    return is_beside or Adapter.of(parameter, lora.rank, lora.targets) is not None
+
+
+class OwnShard(NamedTuple):
+    """This rank's part of a parameter; none of it if it is on another stage."""
+
+    parameter: Parameter
+    own: nn.Parameter | None
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it is made by every call of `shard`, of a matrix and its adapter."""
+        return self.own is not None and is_adapted(self.own)
+
+    def shard(self) -> Shard:
+        if self.own is None:
+            return []
+        return by_expert(merged(self.own), self.parameter, Sharing.of(self.parameter).size)
+
+
+def own_shards(chunks: Sequence[PackedGPT]) -> list[OwnShard]:
+    """Returns this rank's part of every parameter, in the order of `named_weights`."""
     return [
-        by_expert(copies[0].detach(), parameter, Sharing.of(parameter).size) if copies else []
+        OwnShard(parameter, copies[0] if copies else None)
         for parameter, copies in owned(chunks, chunks[0].architecture)
     ]
 
@@ -127,29 +167,27 @@ def own_shards(chunks: Sequence[PackedGPT]) -> list[Shard]:
 def unpacked(parameter: Parameter, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The tensors that a parameter, or one for all experts, is packed from. Not collective."""
     sharing = Sharing(0, 1)
-    slot = Slot(parameter, 0, whole.dtype, [], sharing)
+    slot = Slot(parameter, 0, whole.dtype, None, sharing)
     return _whole(slot, [by_expert(whole, parameter, sharing.size)])
 
 
 def slots_of(
     chunks: Sequence[PackedGPT],
-    value_of: Callable[[nn.Parameter], Tensor] = nn.Parameter.detach,
+    value_of: Callable[[nn.Parameter], Tensor] | None = None,
 ) -> list[Slot]:
     """Returns a slot for every parameter, in the model's order. Collective over pipeline stages."""
     parameters = owned(chunks, chunks[0].architecture)
     group = mpu.get_pipeline_model_parallel_group()
-    values = [value_of(copies[0]) if copies else None for _, copies in parameters]
+    of = value_of or nn.Parameter.detach  # what is made with an adapter has the same type
     # Stages may be cut in ways that only their ranks know.
-    mine = [None if value is None else dtype_name(value.dtype) for value in values]
+    mine = [dtype_name(of(copies[0]).dtype) if copies else None for _, copies in parameters]
     stages: list[list[str | None]] = all_gather_json(mine, group)
     slots = []
-    for number, (parameter, _) in enumerate(parameters):
+    for number, (parameter, copies) in enumerate(parameters):
         stage, name = next((n, of[number]) for n, of in enumerate(stages) if of[number])
         assert name
-        sharing = Sharing.of(parameter)
-        own = values[number] if stage == group.rank() else None
-        shard = [] if own is None else by_expert(own, parameter, sharing.size)
-        slots.append(Slot(parameter, stage, dtype_of(name), shard, sharing))
+        own = partial(value_of or merged, copies[0]) if stage == group.rank() else None
+        slots.append(Slot(parameter, stage, dtype_of(name), own, Sharing.of(parameter)))
     return slots
 
 
@@ -228,7 +266,7 @@ def _whole(slot: Slot, ranks: Sequence[Shard]) -> Iterator[tuple[str, Tensor]]:
             by side.
     """
     size, per_rank = slot.sharing.size, slot.shard_shape[0]
-    is_own = bool(slot.shard) and slot.group is None
+    is_own = slot.own is not None and slot.group is None
     for expert in range(slot.parameter.num_experts or 1):
         holders = ranks[expert // per_rank * size :][:size]
         placed = [

@@ -11,10 +11,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
+from relax_hpc.config.model import LoraConfig
+from relax_hpc.engines.megatron.layers import lora as layers
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.models.hf_check import check_names
 from relax_hpc.models.hf_files import HfFiles
-from relax_hpc.models.names import Parameter, Piece
+from relax_hpc.models.names import Adapter, Parameter, Piece
 from relax_hpc.models.registry import parameters, read_architecture
 
 _LAYERS = "decoder.layers."
@@ -70,15 +72,41 @@ def _by_name(chunks: Sequence[GPTModel]) -> dict[str, nn.Parameter]:
     """Parameters of all chunks; layers by their number in the model."""
     named = {}
     for chunk in chunks:
-        offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
         for name, parameter in chunk.named_parameters():
-            if name.startswith(VALUE_HEAD):
-                continue
-            if name.startswith(_LAYERS):
-                number, rest = name.removeprefix(_LAYERS).split(".", 1)
-                name = f"{_LAYERS}{int(number) + offset}.{rest}"
-            named[name] = parameter
+            if not name.startswith(VALUE_HEAD) and not is_of_adapter(name):
+                named[_in_model(chunk, name)] = parameter
     return named
+
+
+def _in_model(chunk: GPTModel, name: str) -> str:
+    """The name of what is in a layer, with the layer's number in the model."""
+    if not name.startswith(_LAYERS):
+        return name
+    offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
+    number, rest = name.removeprefix(_LAYERS).split(".", 1)
+    return f"{_LAYERS}{int(number) + offset}.{rest}"
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter of that name is one that low-rank adaptation added."""
+    return name.endswith((".lora_a", ".lora_b"))
+
+
+def add_adapters(
+    chunks: Sequence[GPTModel], shape: Architecture, lora: LoraConfig, seed: int
+) -> None:
+    """Gives every layer that holds a target its adapter, which changes nothing yet."""
+    adapters = {
+        name: (parameter, adapter)
+        for parameter in parameters(shape)
+        if (adapter := Adapter.of(parameter, lora.rank, lora.targets))
+        for name in parameter.core
+    }
+    for chunk in chunks:
+        for name, _ in list(chunk.named_parameters()):
+            if found := adapters.get(_in_model(chunk, name)):
+                layer = chunk.get_submodule(name.removesuffix(".weight"))
+                layers.adapt(layer, *found, lora, seed)
 
 
 def by_expert(tensor: Tensor, parameter: Parameter, size: int) -> list[Tensor]:
@@ -94,7 +122,7 @@ def by_expert(tensor: Tensor, parameter: Parameter, size: int) -> list[Tensor]:
 def load(chunks: Sequence[GPTModel], folder: Path) -> None:
     """Fills the chunks' parameters from the safetensors of a Hugging Face folder.
 
-    A rank reads its own part of them, a tensor at a time.
+    A rank reads its own part of them, a tensor at a time. Adapters add nothing afterwards.
 
     Raises:
         ConfigError: no safetensors, one is damaged, or they are not what config.json says.
@@ -106,6 +134,7 @@ def load(chunks: Sequence[GPTModel], folder: Path) -> None:
         for parameter, copies in owned(chunks, shape):
             for own in copies:
                 fill(files, parameter, own, Sharing.of(parameter))
+    layers.set_to_nothing(chunks)
 
 
 def fill(files: HfFiles, parameter: Parameter, own: Tensor, sharing: Sharing) -> None:

@@ -112,7 +112,8 @@ class _HiddenLogprobs(torch.autograd.Function):
             of_entropy.append(entropy_grad)
         main_grad = getattr(weight, "main_grad", None)
         weight_grad = main_grad
-        if weight_grad is None:
+        learns = ctx.needs_input_grad[1]
+        if weight_grad is None and learns:
             weight_grad = torch.zeros_like(weight, dtype=torch.float32)
         hidden_grad = torch.empty_like(hidden)
         kept = ctx.kept
@@ -124,7 +125,10 @@ class _HiddenLogprobs(torch.autograd.Function):
             )  # fmt: skip
             del logits
             torch.mm(logits_grad, weight, out=hidden_grad[part])
-            add_product(weight_grad, logits_grad.t(), hidden[part])
+            if weight_grad is not None:
+                add_product(weight_grad, logits_grad.t(), hidden[part])
+        if weight_grad is None:
+            return hidden_grad, None, None, None
         if main_grad is None:
             return hidden_grad, weight_grad.to(weight.dtype), None, None
         weight.grad_added_to_main_grad = True  # Megatron's hook then adds nothing

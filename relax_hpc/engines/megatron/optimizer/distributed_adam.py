@@ -157,9 +157,11 @@ def update(optimizer: ChainedOptimizer, found: Gradients, scale: float) -> Updat
 def weights_are_finite(chunks: Sequence[torch.nn.Module]) -> bool:
     """Whether the whole model's weights have a norm, on every rank the same answer. Collective.
 
-    It reads them once. A norm beyond float32 counts as none: such weights compute nothing.
+    It reads those that learn once. A norm beyond float32 counts as none: such weights compute
+    nothing.
     """
-    weights = [parameter.detach() for chunk in chunks for parameter in chunk.parameters()]
+    every = (parameter for chunk in chunks for parameter in chunk.parameters())
+    weights = [parameter.detach() for parameter in every if parameter.requires_grad]
     norms = torch._foreach_norm(weights, dtype=torch.float32)
     total = torch.stack(norms).square().sum()
     dist.all_reduce(total)

@@ -1,0 +1,367 @@
+"""Low-rank adaptation of the actor: against torch on Hugging Face's model, and on every grid."""
+
+from types import SimpleNamespace
+from typing import get_args
+
+import checkpoint_worker
+import lora_worker
+import megatron_worker as worker
+import numpy as np
+import pytest
+import seeing_worker
+import torch
+from hf_logprobs import hf_logprobs
+from megatron_reference import collect
+from megatron_worker import job, num_tokens, trajectories
+from safetensors.torch import load_file
+from seen_rows import make as make_seeing
+from seen_rows import mixed_rows
+from tiny_models import make
+
+from relax_hpc.config.model import LoraConfig, LoraTarget
+from relax_hpc.engines.megatron import fit
+from relax_hpc.engines.megatron.checkpoint import conversion
+from relax_hpc.engines.megatron.checkpoint.read import Stored
+from relax_hpc.engines.megatron.layers.lora import merge
+from relax_hpc.errors import ConfigError
+from relax_hpc.models.registry import read_architecture
+
+STEPS = 3
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+KINDS = {
+    "qwen3": {"rank": 4, "alpha": 8.0},
+    "qwen2": {"rank": 3, "targets": ["k_proj", "up_proj", "down_proj"]},  # parts of what is packed
+    "qwen3_moe": {"rank": 4, "targets": ATTENTION},
+}
+GRIDS = {
+    "one": (1, {}),
+    "tp2": (2, {"tensor_parallel": 2}),
+    "pp2": (2, {"pipeline_parallel": 2}),
+    "pp2_vpp2": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+    "cp2": (2, {"context_parallel": 2}),
+    "dp2": (2, {"data_parallel": 2}),
+    "tp4": (4, {"tensor_parallel": 4}),  # on two key-value heads
+}
+
+
+def open_grid(ranks, folder, kind, grid, **more):
+    size, layout = GRIDS[grid]
+    more.setdefault("optimizer", {"weight_decay": 0.1})
+    config = job(folder, layout=layout, budget=60, actor={"lora": KINDS[kind]}, **more)
+    ranks[size].call(worker.open_trainer, config=config)
+    return ranks[size]
+
+
+def contents(folder):
+    stored = Stored(folder)
+    return {key: stored.tensor(key) for key in stored.shapes()}
+
+
+def adapters(pool, folder, tmp_path, name):
+    """(checkpoint, its adapters under peft's names)."""
+    pool.call(worker.save, folder=tmp_path / name)
+    conversion.to_peft(tmp_path / name, folder, tmp_path / f"{name}_peft")
+    return tmp_path / name, load_file(tmp_path / f"{name}_peft" / "adapter_model.safetensors")
+
+
+class Adapted(torch.nn.Module):
+    """y = W x + alpha / rank B A x."""
+
+    def __init__(self, base, a, b, scale):
+        super().__init__()
+        self.base, self.scale = base, scale
+        self.a, self.b = torch.nn.Parameter(a.clone()), torch.nn.Parameter(b.clone())
+
+    def forward(self, x):
+        return self.base(x) + self.scale * (x @ self.a.T) @ self.b.T
+
+
+def by_hand(folder, first, lora):
+    """The updates by torch's AdamW, of these adapters on Hugging Face's model."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).requires_grad_(False)
+    learned, layers = {}, {}
+    for name in [name for name in first if ".lora_A." in name]:
+        path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        other = name.replace("lora_A", "lora_B")
+        scale = lora.get("alpha", 32.0) / lora["rank"]
+        layer = Adapted(model.get_submodule(path), first[name], first[other], scale)
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer)
+        learned |= {name: layer.a, other: layer.b}
+        layers[path] = layer
+    adamw = torch.optim.AdamW(learned.values(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    rows, advantages = trajectories(8)
+    gradients, norms = [], []
+    for _ in range(STEPS):
+        adamw.zero_grad()
+        terms = [
+            float(a) * hf_logprobs(model, row.token_ids)[torch.from_numpy(row.loss_mask) > 0].sum()
+            for row, a in zip(rows, advantages, strict=True)
+        ]
+        (-sum(terms) / num_tokens(rows)).backward()
+        gradients.append({name: p.grad.numpy().copy() for name, p in learned.items()})
+        norms.append(np.sqrt(sum((g**2).sum() for g in gradients[-1].values())))
+        adamw.step()
+    with torch.no_grad():
+        logprobs = [hf_logprobs(model, row.token_ids).numpy() for row in rows]
+    return SimpleNamespace(
+        rows=rows, advantages=advantages, gradients=gradients, norms=norms, logprobs=logprobs,
+        adapters={name: p.detach().numpy() for name, p in learned.items()},
+        merged={
+            f"{path}.weight": (x.base.weight + x.scale * x.b @ x.a).detach().numpy()
+            for path, x in layers.items()
+        },
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cases(ranks, tmp_path_factory):
+    """kind -> a model, what its adapters are before a step, and what they become by hand."""
+    torch.set_num_threads(1)
+    made = {}
+
+    def case(kind):
+        if kind not in made:
+            folder = make(tmp_path_factory.mktemp(kind), kind, num_hidden_layers=4)
+            pool = open_grid(ranks, folder, kind, "one")
+            tmp_path = tmp_path_factory.mktemp("first")
+            checkpoint, first = adapters(pool, folder, tmp_path, "step0")
+            made[kind] = by_hand(folder, first, KINDS[kind])
+            made[kind].folder, made[kind].first = folder, first
+            made[kind].base = contents(checkpoint)
+        return made[kind]
+
+    return case
+
+
+def check_equal(found, expected, gradients):
+    """Where Adam's normalised step is not rounding noise."""
+    assert found.keys() == expected.keys()
+    for name, theirs in expected.items():
+        steps = [np.abs(step[name]) for step in gradients]
+        clear = np.all([(step > 1e-5) | (step == 0) for step in steps], axis=0)
+        assert clear.mean() > 0.5, name
+        assert np.abs(np.asarray(found[name]) - theirs)[clear].max() < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    ("kind", "grid"),
+    [
+        *[("qwen3", grid) for grid in ("one", "tp2", "pp2", "cp2", "dp2")],
+        ("qwen2", "tp2"),
+        ("qwen3_moe", "tp2"),
+        *[
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [
+                ("qwen3", "pp2_vpp2"), ("qwen3", "tp4"), ("qwen2", "tp4"), ("qwen2", "one"),
+                ("qwen3_moe", "pp2"), ("qwen3_moe", "one"),
+            ]
+        ],
+    ],
+)  # fmt: skip
+def test_a_grid_learns_what_torch_does(ranks, cases, tmp_path, kind, grid):
+    """Gradients, their norm, three updates, logprobs and merged weights; the base is unmoved."""
+    case = cases(kind)
+    pool = open_grid(ranks, case.folder, kind, grid)
+    _, first = adapters(pool, case.folder, tmp_path, "step0")
+    assert all(torch.equal(first[name], tensor) for name, tensor in case.first.items())
+    assert all(tensor.any() == (".lora_A." in name) for name, tensor in first.items())
+    batch = {"rows": case.rows, "advantages": case.advantages}
+    norms = []
+    for _ in range(STEPS):
+        metrics = pool.call(worker.train, **batch)
+        assert all(rank == metrics[0] for rank in metrics)
+        norms.append(metrics[0]["grad_norm"])
+    assert norms == pytest.approx(case.norms, rel=1e-4)
+    checkpoint, learned = adapters(pool, case.folder, tmp_path, "step3")
+    check_equal(learned, case.adapters, case.gradients)
+    for mine, theirs in zip(
+        collect(pool.call(worker.logprobs, rows=case.rows)), case.logprobs, strict=True
+    ):
+        np.testing.assert_allclose(mine, theirs, atol=2e-5)
+    base = {key: tensor for key, tensor in contents(checkpoint).items() if "lora_" not in key}
+    assert base and all(torch.equal(tensor, case.base[key]) for key, tensor in base.items())
+    published = pool.call(worker.weights)[0]
+    for name, theirs in case.merged.items():
+        np.testing.assert_allclose(published[name], theirs, atol=2e-4, err_msg=name)
+    conversion.to_hf(checkpoint, case.folder, tmp_path / "hf")
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    assert written.keys() == published.keys()
+    for name, tensor in written.items():
+        np.testing.assert_allclose(tensor.numpy(), published[name], atol=1e-6, err_msg=name)
+
+
+def test_what_is_published_loads_in_transformers_and_what_is_exported_in_peft(
+    ranks, cases, tmp_path
+):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    case = cases("qwen2")
+    pool = open_grid(ranks, case.folder, "qwen2", "one")
+    pool.call(worker.train, rows=case.rows, advantages=case.advantages, num_steps=2)
+    checkpoint, _ = adapters(pool, case.folder, tmp_path, "step")
+    conversion.to_hf(checkpoint, case.folder, tmp_path / "hf")
+    base = AutoModelForCausalLM.from_pretrained(case.folder)
+    ids = torch.from_numpy(case.rows[0].token_ids.astype(np.int64))[None]
+    with torch.no_grad():
+        without = base(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "step_peft")(ids).logits
+    torch.testing.assert_close(adapted, merged, atol=1e-5, rtol=0)
+    assert (adapted - without).abs().max() > 1e-3
+
+
+def test_a_sum_is_made_in_float32_and_rounded_once():
+    """1 + 2 ^ -8 + 2 ^ -16 lies above the middle between 1 and the next number of bfloat16."""
+    weight = torch.ones(1, 1, dtype=torch.bfloat16)
+    left, right = torch.tensor([[2.0**-8, 2.0**-16]]), torch.ones(2, 1)
+    assert merge(weight, left, right).item() == 1 + 2**-7
+    assert merge(weight, left[:, :1], right[:1]).item() == 1
+
+
+@pytest.mark.parametrize("grid", ["one", "tp2"])
+def test_in_bfloat16_engines_are_given_bit_by_bit_what_the_trainer_computes_with(
+    ranks, cases, tmp_path, grid
+):
+    """It computes as another that has these weights as its own."""
+    case = cases("qwen3")
+    pool = open_grid(ranks, case.folder, "qwen3", grid, dtype="bfloat16", optimizer={"lr": 0.03})
+    before = pool.call(lora_worker.gathered, bucket_bytes=20_000)[0][1]
+    pool.call(worker.train, rows=case.rows, advantages=case.advantages, num_steps=2)
+    mine = collect(pool.call(worker.logprobs, rows=case.rows))
+    sent = pool.call(worker.weights)[0]
+    specs, found = pool.call(lora_worker.gathered, bucket_bytes=20_000, again=True)[0]
+    assert not np.array_equal(before[Q_PROJ], found[Q_PROJ])
+    assert {spec.name for spec in specs if not spec.learns} == {
+        "model.embed_tokens.weight", "lm_head.weight",
+    }  # fmt: skip
+    assert found.keys() == {spec.name for spec in specs if spec.learns}
+    assert all(np.array_equal(found[name], sent[name]) for name in found)
+    checkpoint, _ = adapters(pool, case.folder, tmp_path, "step")
+    conversion.to_hf(checkpoint, case.folder, tmp_path / "hf")
+    size, layout = GRIDS[grid]
+    plain = job(tmp_path / "hf", layout=layout, budget=60, dtype="bfloat16")
+    ranks[size].call(worker.open_trainer, config=plain)
+    theirs = collect(ranks[size].call(worker.logprobs, rows=case.rows))
+    again = ranks[size].call(worker.weights)[0]
+    assert all(np.array_equal(again[name], tensor) for name, tensor in sent.items())
+    assert all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_of_a_model_that_sees_the_language_is_adapted_and_its_tower_is_sent_once(
+    ranks, tmp_path_factory
+):
+    folder, (rows, advantages) = tmp_path_factory.mktemp("vl"), mixed_rows()
+    make_seeing(folder)
+    norms, before = [], None
+    for size, layout in ((1, {}), (2, {"tensor_parallel": 2})):
+        config = job(folder, layout=layout, budget=200, actor={"lora": {"rank": 4}})
+        ranks[size].call(seeing_worker.open_trainer, config=config)
+        before = ranks[size].call(worker.weights)[0]
+        batch = {"rows": rows, "advantages": advantages}
+        norms.append([ranks[size].call(worker.train, **batch)[0]["grad_norm"] for _ in range(2)])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    after = ranks[2].call(worker.weights)[0]
+    specs, sent = ranks[2].call(lora_worker.gathered, bucket_bytes=20_000)[0]
+    fixed = {spec.name for spec in specs if not spec.learns}
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert changed == {name for name in after if name.split(".")[-2] in get_args(LoraTarget)}
+    assert sum("visual" in name for name in fixed) == sum("visual" in name for name in after) > 10
+    assert sent.keys() == after.keys() - fixed and changed <= sent.keys()
+
+
+def test_nothing_of_the_base_has_a_gradient_or_moments(ranks, cases):
+    case = cases("qwen3")
+    ((buffers, mains),) = open_grid(ranks, case.folder, "qwen3", "one").call(lora_worker.held)
+    assert mains == sum(tensor.numel() for tensor in case.first.values())
+    assert mains <= buffers < 1.1 * mains
+
+
+def test_recomputing_and_offloading_change_nothing(ranks, cases):
+    case, found = cases("qwen3"), []
+    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    for more in (
+        {},
+        {"transformer": full | {"recompute_num_layers": 1}},
+        {"transformer": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}},
+        {"optimizer": {"weight_decay": 0.1, "offload": 1.0}},
+    ):
+        pool = open_grid(ranks, case.folder, "qwen3", "tp2", **more)
+        pool.call(worker.train, rows=case.rows, advantages=case.advantages, num_steps=2)
+        found.append(pool.call(worker.weights)[0])
+    for other in found[1:]:
+        assert all(np.array_equal(other[name], tensor) for name, tensor in found[0].items())
+
+
+def test_a_checkpoint_is_loaded_at_whatever_grid_and_goes_on_bitwise(ranks, cases, tmp_path):
+    case = cases("qwen3")
+    batch = {"rows": case.rows, "advantages": case.advantages}
+    pool = open_grid(ranks, case.folder, "qwen3", "tp2", dtype="bfloat16")
+    pool.call(worker.train, **batch, num_steps=2)
+    before = tmp_path / "first"
+    pool.call(worker.save, folder=before)
+    expected = contents(before)
+    pool.call(worker.train, **batch)
+    further = pool.call(checkpoint_worker.digest)
+    pool = open_grid(ranks, case.folder, "qwen3", "tp2", dtype="bfloat16")
+    assert pool.call(worker.load, folder=before) == [2, 2]
+    pool.call(worker.train, **batch)
+    assert pool.call(checkpoint_worker.digest) == further
+    for grid in ("pp2", "dp2", "one", "tp2"):
+        pool = open_grid(ranks, case.folder, "qwen3", grid, dtype="bfloat16")
+        assert pool.call(worker.load, folder=before) == [2] * pool.size
+        before = tmp_path / grid
+        pool.call(worker.save, folder=before)
+        found = contents(before)
+        assert found.keys() == expected.keys()
+        assert [key for key in expected if not torch.equal(found[key], expected[key])] == [], grid
+
+
+def test_a_reference_is_the_model_without_adapters(ranks, cases):
+    """One that is kept before training, and one that is read from a folder afterwards."""
+    case = cases("qwen3")
+    pool = open_grid(ranks, case.folder, "qwen3", "one")
+    asked = {"rows": case.rows, "micro_batches": [[n] for n in range(len(case.rows))]}
+    before = collect(pool.call(worker.logprobs, rows=case.rows))
+    pool.call(lora_worker.keep, folder=None)
+    batch = {"rows": case.rows, "advantages": case.advantages}
+    pool.call(worker.train, **batch, num_steps=2)
+    trained = pool.call(worker.weights)[0]
+    for _ in range(2):
+        (found,) = pool.call(lora_worker.reference_logprobs, **asked)
+        for mine, theirs in zip(found, before, strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=1e-5)
+        pool.call(lora_worker.keep, folder=case.folder)
+    after = pool.call(worker.weights)[0]
+    assert all(np.array_equal(after[name], tensor) for name, tensor in trained.items())
+
+
+def test_a_model_does_not_begin_with_a_checkpoint_that_has_adapters(ranks, cases, tmp_path):
+    case = cases("qwen3")
+    pool = open_grid(ranks, case.folder, "qwen3", "one")
+    checkpoint, _ = adapters(pool, case.folder, tmp_path, "step")
+    with pytest.raises(ConfigError, match="adapters of rank 4; relax-hpc convert"):
+        conversion.check_fits(checkpoint, read_architecture(case.folder))
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora", "said"),
+    [
+        ("qwen3", {"rank": 33}, "actor.lora.rank = 33: a q_proj of 64 x 32 has no such rank; use"),
+        ("qwen3_moe", {"rank": 2}, "experts cannot be adapted; use ['q_proj', 'k_proj',"),
+        ("qwen3", {"rank": 2}, None),
+        ("qwen3_moe", {"rank": 2, "targets": ATTENTION}, None),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused(cases, kind, lora, said):
+    shape = read_architecture(cases(kind).folder)
+    if said is None:
+        fit.check_lora(LoraConfig(**lora), [], shape)
+        return
+    with pytest.raises(ConfigError) as refused:
+        fit.check_lora(LoraConfig(**lora), [], shape)
+    assert said in str(refused.value)
