@@ -72,6 +72,7 @@ def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
     rows = [("steps", f"{done['steps_done']} of {done['num_steps']}" + _pace(run))]
     rows = [*_verdict(run), *_times(run), *rows, *_changes(done["changes"])]
     rows += _torn(done["torn_checkpoints"]) + _redone(done["redone"])
+    rows += _parameters(done["parameters"])
     rows += _of_sft(done) if "heldout_loss" in done else _of_rl(done)
     rows.append(("run directory", str(paths.root)))
     for name, path in (("reward curve", paths.reward_curve), ("loss curve", paths.loss_curve)):
@@ -119,6 +120,14 @@ def _redone(count: dict[str, int]) -> list[tuple[str, str]]:
     if count["tokens_sampled_again"]:
         said.append(f"{short(count['tokens_sampled_again'])} tokens sampled again")
     return [("redone", "; ".join(said))] if said else []
+
+
+def _parameters(count: dict[str, int] | None) -> list[tuple[str, str]]:
+    """Tells what learns, where it is not the whole model."""
+    if count is None or not count["fixed"]:
+        return []
+    trained, fixed = short(count["trained"]), short(count["fixed"])
+    return [("trained", f"{trained} parameters beside {fixed} that stay")]
 
 
 def _of_sft(done: dict[str, Any]) -> list[tuple[str, str]]:

@@ -112,6 +112,7 @@ def _progress(events: Sequence[Event], num_steps: int, apart: Set[str]) -> dict[
     return {
         "steps_done": last,
         "num_steps": num_steps,
+        "parameters": _parameters(events),
         "last_step_time": newest["time"] if (newest := history.newest(events, "step")) else None,
         "tokens_per_s": history.tokens_per_s(done),
         "eta_s": None if pace is None else pace * (num_steps - last),
@@ -124,6 +125,12 @@ def _progress(events: Sequence[Event], num_steps: int, apart: Set[str]) -> dict[
             if event["event"] == "checkpoint_torn"
         ],
     }
+
+
+def _parameters(events: Sequence[Event]) -> dict[str, int] | None:
+    """Tells how many learn, and how many stay."""
+    newest = history.newest(events, "parameters")
+    return newest and {key: newest[key] for key in ("trained", "fixed")}
 
 
 def _redone(events: Sequence[Event]) -> dict[str, int]:

@@ -205,6 +205,11 @@ EVENTS: dict[str, EventKind] = {
         },
     ),
     # actor
+    "parameters": EventKind(
+        "actor",
+        "the trainer has its model",
+        {"trained": "elements that learn", "fixed": "elements that stay: frozen, or adapted"},
+    ),
     "resume": EventKind("actor", "training goes on from a checkpoint", {"step": ""}),
     "step": EventKind(
         "actor",

@@ -73,7 +73,8 @@ def _seconds(fields: Mapping[str, Any]) -> str:
 
 
 def short(value: float) -> str:
-    """A number in three or four characters: 85, 2.7k, 1.2M."""
+    """A number in three or four characters: 85, 2.7k, 1.2M, 4.0B."""
     if value < 1000:
         return f"{value:.0f}"
-    return f"{value / 1000:.1f}k" if value < 1e6 else f"{value / 1e6:.1f}M"
+    unit, size = next((u, s) for u, s in (("B", 1e9), ("M", 1e6), ("k", 1e3)) if value >= s)
+    return f"{value / size:.1f}{unit}"

@@ -9,6 +9,7 @@ import megatron_worker as worker
 import numpy as np
 import pytest
 import seeing_worker
+import sft_worker
 import torch
 from hf_logprobs import hf_logprobs
 from megatron_reference import collect
@@ -16,10 +17,13 @@ from megatron_worker import job, num_tokens, trajectories
 from safetensors.torch import load_file
 from seen_rows import make as make_seeing
 from seen_rows import mixed_rows
+from test_sft_trainer import documents
+from test_sft_trainer import job as sft_job
 from tiny_models import make
 
 from relax_hpc.config.model import LoraConfig, LoraTarget
-from relax_hpc.engines.megatron import fit
+from relax_hpc.config.sft import SftRunConfig
+from relax_hpc.engines.megatron import fit, frozen
 from relax_hpc.engines.megatron.checkpoint import conversion
 from relax_hpc.engines.megatron.checkpoint.read import Stored
 from relax_hpc.engines.megatron.layers.lora import merge
@@ -275,10 +279,18 @@ def test_of_a_model_that_sees_the_language_is_adapted_and_its_tower_is_sent_once
 
 
 def test_nothing_of_the_base_has_a_gradient_or_moments(ranks, cases):
+    """Of rank 4: q and o between 32 and 64 channels, k and v 32 and 32, three of 32 and 48."""
     case = cases("qwen3")
-    ((buffers, mains),) = open_grid(ranks, case.folder, "qwen3", "one").call(lora_worker.held)
-    assert mains == sum(tensor.numel() for tensor in case.first.values())
+    pool = open_grid(ranks, case.folder, "qwen3", "one")
+    ((buffers, mains),) = pool.call(lora_worker.held)
+    trained = 4 * 4 * (2 * (32 + 64) + 2 * (32 + 32) + 3 * (32 + 48))
+    assert mains == sum(tensor.numel() for tensor in case.first.values()) == trained
     assert mains <= buffers < 1.1 * mains
+    fixed = sum(tensor.size for tensor in pool.call(worker.weights)[0].values())
+    shape = read_architecture(case.folder)
+    assert frozen.counts(shape, [], LoraConfig(**KINDS["qwen3"])) == (trained, fixed)
+    assert frozen.counts(shape, [], LoraConfig(rank=2, targets=["v_proj"])).trained == 4 * 2 * 64
+    assert frozen.counts(shape, [], LoraConfig()) == (fixed, 0)
 
 
 def test_recomputing_and_offloading_change_nothing(ranks, cases):
@@ -319,6 +331,19 @@ def test_a_checkpoint_is_loaded_at_whatever_grid_and_goes_on_bitwise(ranks, case
         found = contents(before)
         assert found.keys() == expected.keys()
         assert [key for key in expected if not torch.equal(found[key], expected[key])] == [], grid
+
+
+def test_documents_are_learned_by_adapters_the_same_on_two_grids(ranks, cases):
+    case, found = cases("qwen3"), []
+    for size, layout in ((1, {}), (2, {"tensor_parallel": 2})):
+        tree = sft_job(case.folder, 48, layout).model_dump()
+        tree["actor"]["lora"] = KINDS["qwen3"]
+        ranks[size].call(worker.open_trainer, config=SftRunConfig.model_validate(tree))
+        batch = {"documents": documents()}
+        found.append([ranks[size].call(sft_worker.fine_tune, **batch)[0][1] for _ in range(8)])
+    losses = [[step["loss"] for step in steps] for steps in found]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    assert losses[0][-1] < losses[0][0] - 0.01
 
 
 def test_a_reference_is_the_model_without_adapters(ranks, cases):

@@ -155,7 +155,9 @@ def run(tmp_path, monkeypatch):
         "6+0|FAILED|node1|5|NonZeroExitCode|N/A|", "6+1|CANCELLED|node2|6|None|N/A|",
     )  # fmt: skip
     began = [{"event": "start", "time": NOW, "attempt": "7.1", "start": n} for n in (1, 2)]
-    emit(paths, "actor-0", *map(step, range(1, 13)), *({**e, "node": "node9"} for e in began))
+    parameters = {"event": "parameters", "time": NOW, "trained": 66_060_288, "fixed": 4_022_468_096}
+    began_there = [{**event, "node": "node9"} for event in began]
+    emit(paths, "actor-0", *map(step, range(1, 13)), *began_there, parameters)
     load = {"event": "load", "time": NOW, "id": "rollout-0", "seconds": 10.0, "num_tokens": 14000}
     emit(
         paths, "rollout-0", evaluated("before", 0, 2.0), evaluated("during", 10, 4.0),

@@ -29,7 +29,7 @@ from relax_hpc.roles.dealing.judging import judge_of, most_skipped
 from relax_hpc.roles.dealing.portions import check_errors
 from relax_hpc.roles.ending import Ending
 from relax_hpc.roles.idle import Idle
-from relax_hpc.roles.training.build import trainer_of
+from relax_hpc.roles.training.build import tell_parameters, trainer_of
 from relax_hpc.roles.training.last_save import LastSave
 from relax_hpc.roles.turns import Turns
 from relax_hpc.telemetry.events import EventWriter
@@ -64,6 +64,7 @@ def main(
     )  # fmt: skip
     rank0 = ending = last = None
     if world.rank == 0:
+        tell_parameters(config, events)
         publisher: Publications = (
             publishing.snapshots(paths)
             if config.launch.layout == "separate"

@@ -16,7 +16,7 @@ from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.ending import Ending
 from relax_hpc.roles.sft import document_check, loop
 from relax_hpc.roles.sft.rank0 import DataPosition, Rank0
-from relax_hpc.roles.training.build import trainer_of
+from relax_hpc.roles.training.build import tell_parameters, trainer_of
 from relax_hpc.roles.training.last_save import LastSave
 from relax_hpc.telemetry.events import EventWriter
 
@@ -37,6 +37,7 @@ def main(
     resumed = saving.resume(checkpoints, trainer, events)
     rank0 = None
     if world.rank == 0:
+        tell_parameters(config, events)
         train, *heldout = (Documents(each.path, tokenizer, config.sft, each.rows) for each in files)
         rank0 = _rank0(config, paths, train, heldout, resumed, events)
     save = saving.Saving(

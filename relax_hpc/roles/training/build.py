@@ -1,10 +1,17 @@
 """Builds the engine that a job trains with."""
 
+import logging
+
 import torch
 
 from relax_hpc.comm.world import World
 from relax_hpc.config.run import JobConfig
+from relax_hpc.engines.megatron import frozen
 from relax_hpc.engines.megatron.trainer import MegatronTrainer
+from relax_hpc.models.registry import read_architecture
+from relax_hpc.telemetry.events import EventWriter
+
+log = logging.getLogger(__name__)
 
 
 def trainer_of(
@@ -26,3 +33,11 @@ def trainer_of(
         frozen=config.actor.frozen,
         lora=config.actor.lora,
     )
+
+
+def tell_parameters(config: JobConfig, events: EventWriter) -> None:
+    """Says how much of the model learns; rank 0 does."""
+    actor = config.actor
+    found = frozen.counts(read_architecture(config.model.path), actor.frozen, actor.lora)
+    events.emit("parameters", **found._asdict())
+    log.info("trained parameters: %s, beside %s that stay", *(f"{n:,}" for n in found))
