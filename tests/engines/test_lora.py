@@ -45,6 +45,7 @@ GRIDS = {
     "pp2_vpp2": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
     "cp2": (2, {"context_parallel": 2}),
     "dp2": (2, {"data_parallel": 2}),
+    "ep2": (2, {"data_parallel": 2, "expert_parallel": 2}),
     "tp4": (4, {"tensor_parallel": 4}),  # on two key-value heads
 }
 
@@ -161,7 +162,8 @@ def check_equal(found, expected, gradients):
             pytest.param(*case, marks=pytest.mark.long)
             for case in [
                 ("qwen3", "pp2_vpp2"), ("qwen3", "tp4"), ("qwen2", "tp4"), ("qwen2", "one"),
-                ("qwen3_moe", "pp2"), ("qwen3_moe", "one"),
+                ("qwen3_moe", "pp2"), ("qwen3_moe", "one"), ("qwen3_moe", "cp2"),
+                ("qwen3_moe", "ep2"),
             ]
         ],
     ],

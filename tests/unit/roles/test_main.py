@@ -180,6 +180,7 @@ def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, mo
     journal, paths, events = Journal(), RunPaths(tmp_path), Events()
     resumed, rank0 = SimpleNamespace(position=DataPosition(1, 2, 3)), SimpleNamespace(position="at")
     fake(monkeypatch, sft_task, journal, "init_torch", "trainer_of", "Rank0", Rank0=rank0)
+    fake(monkeypatch, sft_task, journal, "tell_parameters")
     monkeypatch.setattr(sft_task.tokenizers, "load", lambda path: "tokenizer")
 
     class Documents:
@@ -210,6 +211,7 @@ def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, mo
     sft_task.main(SFT, paths, World(rank, journal), task, events)
     assert journal.of("check_share")[0][1] == (SFT, files, "tokenizer", rank, 2)
     assert journal.of("checkpoints_of")[0][1][3] is DataPosition
+    assert len(journal.of("tell_parameters")) == (rank == 0)
     assert journal.of("resume")[0][1] == ("checkpoints_of", "trainer_of", events)
     [(_, (_, _, _, trainer, checkpoints, saves, _), ends)] = journal.of("Saving")
     assert (trainer, checkpoints) == ("trainer_of", "checkpoints_of")
