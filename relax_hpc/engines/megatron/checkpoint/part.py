@@ -36,8 +36,6 @@ from relax_hpc.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
 
-_LAYERS = {"non_homogeneous_layers": True}
-"""Every layer's tensors under keys of their own, numbered through the whole model."""
 _GRID = ("tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", "data")
 
 
@@ -178,7 +176,7 @@ def _own_boxes(trainee: Trainee) -> Iterator[Box]:
     shares, managed = _shares(trainee.optimizer), _managed(trainee.optimizer)
     for shard, parameter in _tensors(trainee.chunks):
         if parameter not in managed:
-            if is_main_replica(shard.replica_id) and not _is_copy(parameter):
+            if is_main_replica(shard.replica_id):
                 yield boxes.of_shard(shard)
         elif parameter in shares and _is_main_shard(shard):
             start, state = shares[parameter]
@@ -229,10 +227,10 @@ def _load_kept(stored: Stored, trainee: Trainee) -> None:
     _raise_together(failed)
 
 
-def _is_copy(tensor: Tensor) -> bool:
-    """Whether another rank has the same, though Megatron may not know: it leaves out contexts."""
-    is_shared = isinstance(tensor, torch.nn.Parameter) and getattr(tensor, "allreduce", True)
-    return is_shared and mpu.get_data_parallel_rank(with_context_parallel=True) > 0
+def _layers() -> dict[str, Any]:
+    """Tells Megatron to put every layer's tensors under keys of their own, numbered through the
+    whole model. It adds groups of this grid to what it is given."""
+    return {"non_homogeneous_layers": True}
 
 
 def _is_main_shard(shard: ShardedTensor) -> bool:
@@ -243,7 +241,7 @@ def _is_main_shard(shard: ShardedTensor) -> bool:
 def _tensors(chunks: Sequence[GPTModel]) -> Iterator[tuple[ShardedTensor, Tensor]]:
     """Yields this rank's shards of tensors, each with the parameter or buffer it is part of."""
     for chunk in chunks:
-        for entry in nested_values(chunk.sharded_state_dict(metadata=_LAYERS)):
+        for entry in nested_values(chunk.sharded_state_dict(metadata=_layers())):
             if isinstance(entry, ShardedTensor):
                 yield entry, entry.data
             elif isinstance(entry, ShardedTensorFactory):
@@ -279,7 +277,7 @@ def _parts(chained: ChainedOptimizer) -> list[MegatronOptimizer]:
 def _objects(chunks: Sequence[GPTModel]) -> Iterator[tuple[GPTModel, str, ShardedObject]]:
     """Yields what modules keep that is not a tensor, by name; most keep nothing."""
     for chunk in chunks:
-        for name, entry in chunk.sharded_state_dict(metadata=_LAYERS).items():
+        for name, entry in chunk.sharded_state_dict(metadata=_layers()).items():
             if isinstance(entry, ShardedObject) and entry.data is not None:
                 yield chunk, name, entry
 
