@@ -1,4 +1,4 @@
-"""`side_by_side.py RUNS.toml PACK [LIMIT]`: many measurements in little time, on GPUs that are free.
+"""`side_by_side.py RUNS.toml PACK [LIMIT]`: many measurements in little time, on idle GPUs.
 
 RUNS.toml has a table for each: `command` (of bash, in this tree; $PACK is the folder given, $OUT
 the run's own), `gpus`, `seconds` it is expected to take, and maybe `limit` (twice that) and
