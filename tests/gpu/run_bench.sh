@@ -12,7 +12,7 @@
 #   load        2 GPUs  an engine's tokens/s under updates, and left alone
 #   wire-8      2 GPUs  in 8 bits;  files, files-8: through files
 #   experts-8   2 GPUs  30B-A3B in 8 bits;  experts: in 16
-#   engines     4 GPUs  to three engines
+#   engines     4 GPUs  to three engines;  two: 3 GPUs, to two
 #   tp2         4 GPUs  from TP2 to TP2
 #   experts-ep2 4 GPUs  30B-A3B from EP2 to TP2
 #
@@ -91,6 +91,7 @@ for what in "${@:2}"; do
         --set 'weights.modules_to_not_convert=["model.layers.0"]'
       ;;
     engines) measure $what sync --shape qwen3-4b --engines 3 --updates 10 --in-flight 64 $few $(memory 0.7) ;;
+    two) measure $what sync --shape qwen3-4b --engines 2 --updates 10 --in-flight 64 $few $(memory 0.7) ;;
     tp2)
       measure $what sync --shape qwen3-4b --tp 2 --engine-tp 2 --updates 10 --in-flight 64 $few $(memory 0.7)
       ;;

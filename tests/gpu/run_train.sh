@@ -17,6 +17,7 @@ export NCCL_CUMEM_ENABLE=0 NCCL_NVLS_ENABLE=0 PYTHONUNBUFFERED=1
 gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
 # 139 GiB have room for what is otherwise computed again; 80 GB have none for float32 moments.
 roomy=(--set actor.kept_logits_gib=5 --set 'actor.recomputed_passes=["norm"]')
+alone=(--set actor.kept_logits_gib=5 --set 'actor.recomputed_passes=[]')
 lean=(--set actor.optimizer.moments=bfloat16 --set actor.optimizer.ddp.grad_reduce_in_fp32=false)
 both=(--documents one --documents mix)
 measure() { # NAME ARGUMENTS
@@ -35,7 +36,7 @@ for what in "${several[@]}"; do
     one)
       python3 -m pytest -q -s tests/gpu/test_kernels.py -p no:cacheprovider >"$out/kernels.log" 2>&1
       grep -E "GiB extra|error of|passed|failed" "$out/kernels.log"
-      measure one-16k --tokens 16384 "${both[@]}" "${roomy[@]}" --profile "$out/profile.txt"
+      measure one-16k --tokens 16384 "${both[@]}" "${alone[@]}" --profile "$out/profile.txt"
       python3 tests/gpu/hf_baseline.py 2>"$out/hf.log" | tee "$out/hf.txt"
       measure one-16k-x4 --tokens 16384 --micro-batches 4 --steps 3 "${roomy[@]}"
       measure one-32k --tokens 32768 "${both[@]}" --recompute mlp

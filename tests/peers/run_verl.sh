@@ -3,7 +3,7 @@
 #   CKPT=True BYPASS=False POLL=2    as verl is shipped
 #   CKPT=False BYPASS=True POLL=0.05 the leanest (default): no gradient checkpointing, the sampler's
 #                                    logprobs instead of a pass for old ones, looks for samples often
-# PEER: a folder with verl's packages (make_pack.sh), or empty where they are installed; verl has
+# PEER: a folder with verl's packages, or empty where they are installed; verl has
 # verl/verl-0.9.1.diff applied. OUT gets NAME.verl.jsonl (its metrics) and NAME.verl.log.
 set -uo pipefail
 source "$(dirname "$0")/work.sh"
