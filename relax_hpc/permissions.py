@@ -66,8 +66,12 @@ def umask_of(folder: Path) -> int:
     return ~stat.S_IMODE(folder.stat().st_mode) & 0o777 | _WRITE_BY_OTHERS
 
 
-def check_own(*paths: Path) -> None:
+def check_own(*paths: Path, remedy: str = "submit a run of your own") -> None:
     """Makes sure that nobody else can have put there what this process is about to run.
+
+    Args:
+        paths: of folders and files.
+        remedy: where they are another user's.
 
     Raises:
         LaunchError: a folder or file is another user's, or others may write to it.
@@ -78,7 +82,7 @@ def check_own(*paths: Path) -> None:
         if found.st_uid != os.geteuid():
             raise LaunchError(
                 f"{entry}: is not of user {os.geteuid()}, and what lies there would run as that "
-                "user; submit a run of your own"
+                f"user; {remedy}"
             )
         if found.st_mode & _WRITE_BY_OTHERS:
             raise LaunchError(

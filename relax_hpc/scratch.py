@@ -7,7 +7,7 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,6 +17,7 @@ COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 """Variable that names the folder in which torch's compiler keeps what it made."""
 _TORCHS_OWN = "torchinductor_"
 """How torch's default begins, which its children hear of, too, e.g. a job that is submitted."""
+_OURS = "relax-compiled-"
 _WRITE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -51,11 +52,10 @@ def compiled_folder(environment: MutableMapping[str, str]) -> Iterator[None]:
         environment: of this process and those that it starts. A folder that it names stays, unless
             torch has named it. Must be called before torch's compiler is imported.
     """
-    said = environment.get(COMPILED, "")
-    if said and not Path(said).name.startswith(_TORCHS_OWN):
+    if is_said(environment):
         yield
         return
-    folder = Path(tempfile.gettempdir()) / f"relax-compiled-{os.geteuid()}"
+    folder = Path(tempfile.gettempdir()) / f"{_OURS}{os.geteuid()}"
     if _make_ours(folder):
         environment[COMPILED] = str(folder)
         yield
@@ -64,6 +64,12 @@ def compiled_folder(environment: MutableMapping[str, str]) -> Iterator[None]:
     with scratch_folder("compiled") as instead:
         environment[COMPILED] = str(instead)
         yield
+
+
+def is_said(environment: Mapping[str, str]) -> bool:
+    """Whether the user has named a folder for what torch's compiler makes."""
+    said = environment.get(COMPILED, "")
+    return bool(said) and not Path(said).name.startswith((_TORCHS_OWN, _OURS))
 
 
 def _make_ours(folder: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from relax_hpc.sections import NonNegative, Positive, Section
+from relax_hpc.sections import NonNegative, Positive, Section, UserPath
 
 if TYPE_CHECKING:
     from relax_hpc.config.run import RunConfig
@@ -37,6 +37,10 @@ class LaunchConfig(Section):
     share: Literal["none", "group"] = "none"
     """Readers of the run directory besides you. group: your Unix group, tokens excepted. Nobody
     else may ever write there, whatever your umask."""
+    kernel_cache: UserPath | None = None
+    """Folder in which kernels that torch, Triton, SGLang, FlashInfer, DeepGEMM, TVM and CUDA
+    compile are kept, a folder per set of their versions; yours alone, made if it is not there.
+    Unset, torch's are in the node's temporary folder, the others in the caches of your home."""
 
 
 def check_layout(config: "RunConfig") -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from relax_hpc import job_file, permissions
+from relax_hpc import job_file, kernel_cache, permissions
 from relax_hpc.config import programs
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
@@ -132,6 +132,7 @@ def evaluate(
     with permissions.masked(permissions.UMASKS[config.launch.share]):
         _open(config, paths)
         say(f"run directory: {paths.root}; if interrupted, --name {config.name} goes on there")
+        kernel_cache.keep(os.environ, config.launch.kernel_cache)
         logs.setup("rollout", 0, paths.log("rollout", "0"))
         attempt = f"{time.time():.0f}.{os.getpid()}"
         context = TaskContext("rollout", 0, 1, 0, attempt, 1, socket.gethostname())

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from relax_hpc import user_files
+from relax_hpc import kernel_cache, user_files
 from relax_hpc.comm import gpus
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.errors import ConfigError
@@ -57,6 +57,7 @@ def check(
         config = role.checked(config, shape, say)
     check_boards(config)
     check_notify(config)
+    check_kernel_cache(config, components, say)
     for component in components:
         check_component(component)
         interpreter.check(
@@ -96,6 +97,24 @@ def check_gpus(
             f"{said}: {asked} GPUs of this machine, where the run is to be, and it shows {found}; "
             "ask for fewer (0 computes on CPUs), or start the run with Slurm"
         )
+
+
+def check_kernel_cache(
+    config: JobConfig, components: Sequence[Component], say: Callable[[str], None] = _silent
+) -> None:
+    """Checks that nobody else can put kernels where ours are kept, and says where that is."""
+    root = config.launch.kernel_cache
+    if root is None:
+        if any(each.resources.gpus_per_node for each in components):
+            say(
+                "kernels: torch's are kept in each node's temporary folder, SGLang's in the caches "
+                "of your home; launch.kernel_cache names one place for all, by version"
+            )
+        return
+    if os.path.lexists(root):
+        kernel_cache.check(root)
+    name = kernel_cache.folder_of(root).name
+    say(f"kernels: are kept in {root}, those of this interpreter's versions in {name}")
 
 
 def check_notify(config: JobConfig) -> None:

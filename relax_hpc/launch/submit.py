@@ -173,7 +173,7 @@ def _job(config: JobConfig, number: int) -> script.Job:
 def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
     """The run with nothing left to look up: absolute paths, and the site profile filled in."""
     components = place(config)
-    profile = profiles.chosen(config.launch.profile)
+    profile, kernels = profiles.chosen(config.launch.profile), config.launch.kernel_cache
     resolved: dict[str, Any] = {
         "model": config.model.model_copy(
             update={
@@ -181,7 +181,9 @@ def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
                 "weights": config.model.weights and config.model.weights.absolute(),
             }
         ),
-        "launch": config.launch.model_copy(update={"profile": profile}),
+        "launch": config.launch.model_copy(
+            update={"profile": profile, "kernel_cache": kernels and kernels.absolute()}
+        ),
         "resources": profiles.load(profile).shared(config.resources),
     }
     if isinstance(config, RunConfig):

@@ -1,11 +1,12 @@
 """The beginning of a task: reads the run directory, builds the parts of its role, runs the loop."""
 
 import logging
+import os
 import resource
 from pathlib import Path
 from typing import Any
 
-from relax_hpc import storage
+from relax_hpc import kernel_cache, storage
 from relax_hpc.comm import address
 from relax_hpc.comm.world import World, abandon, connect
 from relax_hpc.config.run import JobConfig
@@ -46,6 +47,7 @@ def run(run_dir: Path, context: TaskContext, bootstrap: str, role: Role[Any] | N
         optional_packages.hush()
         try:
             role = role or table.role_of(config, name)
+            kernel_cache.keep(os.environ, config.launch.kernel_cache)
             with watched(
                 paths.root, name, context.rank, context.start_id, context.node,
                 is_one_world=role.is_one_world,

@@ -18,7 +18,7 @@ from relax_hpc.sections import Resources
 
 _FREE = re.compile(
     r"(.+\.)?resources\.\w+"
-    r"|launch\.(max_restarts|peer_timeout_s|hang_timeout_s|idle_s)"
+    r"|launch\.(max_restarts|peer_timeout_s|hang_timeout_s|idle_s|kernel_cache)"
     r"|\w+\.(save_every|keep_checkpoints|keep_every|save_hf_every)"
     r"|bus\.keep_steps|weights\.(timeout_s|checksum_every)|(notify|boards)\.\w+"
     r"|engines\.[^.]+\.(start_timeout_s|hang_timeout_s)"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from relax_hpc.cli import main
+from relax_hpc.errors import ConfigError
 
 NEXT = "nothing is wrong; next: relax-hpc submit job.toml"
 
@@ -47,6 +48,18 @@ def test_a_file_gets_settings_and_nothing_else(check):
     output, said = check(terminal=False)
     assert json.loads(output)["name"] == "run"
     assert "are trained on" in said and said.endswith(f"{NEXT} --local\n")
+
+
+def test_where_kernels_are_kept_is_said_and_a_place_of_others_is_refused(check, tmp_path):
+    asked = ("--set", "launch.kernel_cache=kernels")
+    output, said = check(*asked, terminal=False)
+    assert json.loads(output)["launch"]["kernel_cache"] == str(Path("kernels").absolute())
+    assert f"kernels: are kept in {Path('kernels').absolute()}, those of" in said
+    assert not Path("kernels").exists(), "a task makes it"
+    Path("kernels").mkdir()
+    Path("kernels").chmod(0o777)
+    with pytest.raises(ConfigError, match=r"launch\.kernel_cache = .*mode 0777: others may write"):
+        check(*asked, terminal=False)
 
 
 def test_a_name_in_use_is_said_after_all_else(check, capsys):

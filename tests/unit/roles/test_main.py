@@ -1,12 +1,14 @@
 """Where tasks begin: which role is built, with which world, and what is said when it fails."""
 
 import logging
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from role_fakes import Events, Journal, config
 
+from relax_hpc import kernel_cache
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError, EngineError
 from relax_hpc.paths import RunPaths
@@ -109,6 +111,22 @@ def test_what_a_role_raises_is_noted_and_raised(tmp_path, monkeypatch):
     assert (start["event"], start["attempt"], start["start"]) == ("start", "7.0", 3)
     assert (start["role"], start["rank"], start["node"]) == ("actor", 2, "n2")
     assert (error["event"], error["message"]) == ("error", "EngineError: no memory")
+
+
+def test_a_role_begins_with_kernels_where_the_job_says(tmp_path, monkeypatch):
+    paths, kernels, seen = RunPaths(tmp_path / "run"), tmp_path / "kernels", []
+    settings = config(launch__kernel_cache=str(kernels))
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if "TRITON" not in k})
+    monkeypatch.setattr(main, "read_resolved", lambda path: settings)
+    monkeypatch.setattr(main.logs, "setup", lambda *_: None)
+    monkeypatch.setattr(main, "start", lambda *_: seen.append(os.environ["TRITON_CACHE_DIR"]))
+    main.run(paths.root, context(), "files")
+    assert seen == [f"{kernel_cache.folder_of(kernels)}/triton"]
+    kernels.chmod(0o777)
+    with pytest.raises(ConfigError, match="launch.kernel_cache"):
+        main.run(paths.root, context(), "files")
+    said = read_events(paths.root / "events")[-1]["message"]
+    assert len(seen) == 1 and "others may write" in said
 
 
 def test_a_component_that_is_not_there_is_named():

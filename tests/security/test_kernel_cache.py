@@ -1,0 +1,121 @@
+"""Compiled kernels: kept by version where the user says, and never somebody else's."""
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from relax_hpc import kernel_cache, permissions
+from relax_hpc.engines.child import spawn
+from relax_hpc.errors import ConfigError
+from relax_hpc.scratch import COMPILED
+
+
+def versions(monkeypatch, **installed):
+    names = {"cuda": "nvidia-cuda-runtime", "flashinfer": "flashinfer-python"}
+    said = {names.get(name, name): version for name, version in installed.items()}
+
+    def version(package):
+        if package not in said:
+            raise kernel_cache.PackageNotFoundError
+        return said[package]
+
+    monkeypatch.setattr(kernel_cache, "version", version)
+
+
+def kept(root, **environment):
+    kernel_cache.keep(environment, root)
+    return environment
+
+
+def test_every_library_has_its_own_part_of_the_folder_of_all_versions(tmp_path, monkeypatch):
+    versions(monkeypatch, torch="2.14.1+cu130", sglang="0.5.23")
+    with permissions.masked(0):
+        found = kept(tmp_path / "deep" / "er")
+    [folder] = (tmp_path / "deep" / "er").iterdir()
+    assert folder.name.endswith("-torch2.14.1+cu130-sglang0.5.23")
+    assert found["TRITON_CACHE_DIR"] == f"{folder}/triton"
+    assert found["SGLANG_DG_CACHE_DIR"] == f"{folder}/deep_gemm"
+    assert found.keys() == kernel_cache.VARIABLES.keys()
+    assert len(set(found.values())) == len(found)
+    for path in (folder.parent, folder, *map(Path, found.values())):
+        assert path.is_dir() and stat.S_IMODE(path.stat().st_mode) & 0o022 == 0, path
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("changed", ["torch", "triton", "sglang", "cuda", "flashinfer"])
+def test_another_version_has_another_folder(tmp_path, monkeypatch, changed):
+    now = {"torch": "2", "triton": "3", "sglang": "4", "cuda": "13", "flashinfer": "0.6"}
+    names = []
+    for each in (now, now, now | {changed: "9"}):
+        versions(monkeypatch, **each)
+        names.append(kernel_cache.folder_of(tmp_path))
+    assert names[0] == names[1] != names[2]
+
+
+def test_what_the_user_has_said_stays_and_what_we_have_said_does_not(tmp_path):
+    root = tmp_path / "kernels"
+    ours = f"{tmp_path}/relax-compiled-{os.geteuid()}"
+    for said in ({COMPILED: "/mine"}, {"CUDA_CACHE_PATH": "/mine"}, {"TRITON_HOME": "/mine"}):
+        assert said.items() <= kept(root, **said).items()
+    assert "TRITON_CACHE_DIR" not in kept(root, TRITON_HOME="/mine")
+    assert kept(root, **{COMPILED: ours})[COMPILED].startswith(str(root))
+    assert kept(None, HOME="/home/me") == {"HOME": "/home/me"}
+
+
+@pytest.mark.parametrize("place", ["the folder", "the folder of these versions"])
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_folder_that_others_may_write_is_refused_in_one_line(tmp_path, place, mode):
+    root = tmp_path / "kernels"
+    kept(root)
+    planted = root if place == "the folder" else kernel_cache.folder_of(root)
+    planted.chmod(mode)
+    environment = {}
+    with pytest.raises(
+        ConfigError, match=f"launch.kernel_cache = '{root}'.* chmod -R go-w"
+    ) as said:
+        kernel_cache.keep(environment, root)
+    assert environment == {} and "\n" not in str(said.value)
+    assert f"{planted}: owner {os.geteuid()}, mode {mode:04o}" in str(said.value)
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
+    root = tmp_path / "kernels"
+    root.mkdir(mode=0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: root.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="would run as that user; choose a folder of your own"):
+        kept(root)
+    assert list(root.iterdir()) == []
+
+
+def test_what_is_no_folder_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    for name, why in (("file", "File exists"), ("link", "File exists"), ("file/er", "Not a dir")):
+        with pytest.raises(ConfigError, match=f"launch.kernel_cache = .*{why}"):
+            kept(tmp_path / name)
+
+
+def test_an_engine_is_told_what_its_task_is_told(tmp_path, monkeypatch):
+    for name in kernel_cache.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_CACHE_PATH", "/mine")
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    kernel_cache.keep(os.environ, tmp_path / "kernels")
+    log = tmp_path / "engine.log"
+    program = "import os; print(os.environ['SGLANG_CACHE_DIR'], os.environ['CUDA_CACHE_PATH'])"
+    with spawn([sys.executable, "-S", "-c", program], log, {}) as engine:
+        engine._process.wait(30)
+    folder = kernel_cache.folder_of(tmp_path / "kernels")
+    assert log.read_text().split() == [f"{folder}/sglang", "/mine"]
+
+
+def test_torch_looks_where_it_is_told(tmp_path, monkeypatch):
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
+
+    monkeypatch.setattr(os, "environ", os.environ | {COMPILED: "", "TRITON_CACHE_DIR": ""})
+    kernel_cache.keep(os.environ, tmp_path / "kernels")
+    folder = kernel_cache.folder_of(tmp_path / "kernels")
+    assert (cache_dir(), triton_cache_dir(0)) == (f"{folder}/inductor", f"{folder}/triton")
