@@ -114,6 +114,9 @@ def timeline(
     out: Annotated[
         Path | None, typer.Option(help="The picture; timeline.png in the run if not given.")
     ] = None,
+    start: Annotated[
+        bool, typer.Option(help="Tell of the start, too, if the first of these steps follows one.")
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Tell where the time of a run goes: a table, and a picture of who worked and who waited."""
@@ -128,9 +131,10 @@ def timeline(
     first, last = timelines.parse_steps(steps)
     pictures.check(out or RunPaths(run_dir).timeline)
     found = timelines.read(run_dir, first=first, last=last)
+    found = found if start else found._replace(start=None)
     numbers = timelines.summary(found)
     typer.echo(
-        json.dumps(numbers._asdict(), allow_nan=False) if as_json else timelines.text(numbers)
+        json.dumps(numbers.to_json(), allow_nan=False) if as_json else timelines.text(numbers)
     )
     picture = timeline_plot.plot([found], out or RunPaths(run_dir).timeline)
     typer.echo(f"picture: {picture}", err=as_json)

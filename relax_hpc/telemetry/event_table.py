@@ -293,9 +293,9 @@ EVENTS: dict[str, EventKind] = {
         },
     ),
     "phases": EventKind(
-        "actor, reference, critic",
-        "when the parts of the last step were",
-        {"step": "", "phases": _PHASES},
+        "actor, reference, critic, rollout",
+        "when the parts of the last step, or of the start of the task, were",
+        {"step": "0: the start", "phases": _PHASES},
     ),
     "publish": EventKind(
         "actor",

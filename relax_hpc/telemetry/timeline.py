@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import RunPaths
-from relax_hpc.telemetry import history
+from relax_hpc.telemetry import history, starts
 from relax_hpc.telemetry.events import Event, read_events
 from relax_hpc.telemetry.progress import duration
 from relax_hpc.telemetry.timers import Phase
@@ -41,6 +41,8 @@ class Timeline(NamedTuple):
     """Rates by engine: what all rollout tasks had of it."""
     pauses: dict[str, list[Phase]]
     """Updates of the weights, by engine."""
+    start: starts.Start | None = None
+    """The start before the first of these steps, if they follow one."""
 
     @property
     def seconds(self) -> float:
@@ -69,6 +71,12 @@ class Summary(NamedTuple):
     """Median of an update."""
     paused_share: float
     """Fraction of the time that the engine that stood still for longest did so."""
+    start_s: float | None = None
+    """Seconds from the start of the tasks to the first step, if that is the first of a start."""
+    start: Sequence[starts.Part] = ()
+
+    def to_json(self) -> dict[str, object]:
+        return self._asdict() | {"start": [part._asdict() for part in self.start]}
 
 
 def parse_steps(text: str) -> tuple[int | None, int | None]:
@@ -103,12 +111,15 @@ def read(run_dir: Path, *, first: int | None = None, last: int | None = None) ->
         )
     begin, end = steps[0]["time"] - steps[0]["time/step"], steps[-1]["time"]
     phases, pauses = _phases(events), _pauses(events)
+    start = starts.before(steps[0], events, phases, pauses)
+    work = {starts.process_of(e) for e in events if e["event"] == "phases" and e.get("step") != 0}
+    phases = {name: noted for name, noted in phases.items() if name in work}
     for by_name in (phases, pauses):
         for name, noted in by_name.items():
             by_name[name] = [p for p in noted if p.start < end and p.start + p.seconds > begin]
     loads = history.loads(events)
     rates = _rates([e for e in loads if begin < e["time"] and e["time"] - e["seconds"] < end])
-    return Timeline(run_dir.name, begin, end, steps, phases, rates, pauses)
+    return Timeline(run_dir.name, begin, end, steps, phases, rates, pauses, start)
 
 
 def summary(timeline: Timeline) -> Summary:
@@ -134,6 +145,8 @@ def summary(timeline: Timeline) -> Summary:
         len(updates),
         statistics.median(seconds for _, seconds in updates) if updates else 0.0,
         max(pauses.values(), default=0.0) / timeline.seconds,
+        timeline.start.seconds if timeline.start else None,
+        starts.parts(timeline.start) if timeline.start else (),
     )
 
 
@@ -144,9 +157,10 @@ def _within(timeline: Timeline, spent: Rate | Phase) -> float:
 
 
 def text(found: Summary) -> str:
-    """A table of the phases, and a line on the engines."""
+    """Tables of the start and of the phases, and a line on the engines."""
     whole = found.seconds_per_step
-    lines = [
+    lines = [] if found.start_s is None else starts.text(found.start_s, found.start)
+    lines += [
         f"steps {found.first_step} to {found.last_step}: {whole:.2f} s each (means)",
         f"  {'phase':<18}{'s/step':>8}{'share':>8}",
     ]
@@ -176,8 +190,8 @@ def _phases(events: Sequence[Event]) -> dict[str, list[Phase]]:
     newest: dict[str, dict[object, list[Phase]]] = defaultdict(dict)
     for number, event in enumerate(events):
         if event["event"] == "phases":
-            name = event["role"] if event["rank"] == 0 else f"{event['role']} {event['rank']}"
-            newest[name][event.get("step", -number)] = [Phase(*p) for p in event["phases"]]
+            name = starts.process_of(event)
+            newest[name][event.get("step") or -number] = [Phase(*p) for p in event["phases"]]
     first = {event["role"] for event in events if event["event"] == "step"}
     order = sorted(newest, key=lambda name: (name not in first, name))
     return {name: [p for noted in newest[name].values() for p in noted] for name in order}

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_hpc.telemetry import picture
+from relax_hpc.telemetry.starts import Start
 from relax_hpc.telemetry.timeline import Rate, Timeline
 from relax_hpc.telemetry.timers import Phase
 
@@ -12,6 +13,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLORS = {
+    "import": "#f2d16b",
+    "start": "#f2d16b",
+    "model": "#c9a227",
+    "load": "#a9851a",
+    "warm_up": "#e39b4f",
+    "engines": "#d9d9d9",
     "wait": "#d9d9d9",
     "read": "#8c8c8c",
     "reference": "#4c9f70",
@@ -21,8 +28,9 @@ COLORS = {
     "publish": "#d9660f",
     "save": "#8a5a2b",
     "write": "#8a5a2b",
+    "update": "#c0182b",
 }
-OTHER, ENGINE, PAUSE = "#b0487a", "#7fb3d9", "#c0182b"
+OTHER, ENGINE, PAUSE = "#b0487a", "#7fb3d9", COLORS["update"]
 _ENGINES = 16
 """More than these are drawn as one."""
 _THINNEST = 1 / 800
@@ -32,34 +40,54 @@ _THINNEST = 1 / 800
 def plot(timelines: Sequence[Timeline], path: Path) -> Path:
     """Draws them as a PNG, one above the other on the same scale of time.
 
-    Each has a row per process, and one per engine with its tokens per second.
+    Each has a row per process, and one per engine with its tokens per second. A start is beside
+    the steps, on a scale of its own.
     """
-    engines = [_shown(timeline.engines) for timeline in timelines]
-    rows = [len(t.phases) + len(e) for t, e in zip(timelines, engines, strict=True)]
+    engines = [_shown(timeline) for timeline in timelines]
+    rows = [len(_processes(t)) + len(e) for t, e in zip(timelines, engines, strict=True)]
     figure = picture.figure(12, sum(1.6 + 0.55 * count for count in rows))
+    widths = [1, 2] if any(timeline.start for timeline in timelines) else [1]
     places = figure.subplots(
         len(timelines),
+        len(widths),
         squeeze=False,
-        gridspec_kw={"height_ratios": [1.6 + count for count in rows]},
+        gridspec_kw={"height_ratios": [1.6 + count for count in rows], "width_ratios": widths},
     )
-    longest = max(timeline.seconds for timeline in timelines)
-    for axes, timeline, shown in zip(places[:, 0], timelines, engines, strict=True):
-        _draw(axes, timeline, shown)
-        axes.set_xlim(0, longest)
+    drawn = [t._replace(begin=max(t.begin, t.start.end)) if t.start else t for t in timelines]
+    longest = max(timeline.seconds for timeline in drawn)
+    for place, timeline, shown in zip(places, drawn, engines, strict=True):
+        labels = _draw(place[-1], timeline, shown)
+        place[-1].set_xlim(0, longest)
+        if timeline.start:
+            _draw_start(place[0], timeline.start, _processes(timeline), list(shown))
+            place[0].set_yticks(range(len(labels)), labels)
+            place[-1].set_yticks([])
+            place[-1].set_xlabel("seconds since the first batch was there")
+        elif len(place) > 1:
+            place[0].set_axis_off()
     return picture.save(figure, path)
 
 
-def _shown(engines: dict[str, list[Rate]]) -> dict[str, list[Rate]]:
+def _processes(timeline: Timeline) -> list[str]:
+    """Processes that have a row."""
+    return list(timeline.phases | (timeline.start.phases if timeline.start else {}))
+
+
+def _shown(timeline: Timeline) -> dict[str, list[Rate]]:
+    """Rates of engines that have a row; of many together."""
+    started = timeline.start.engines if timeline.start else {}
+    engines = {id: timeline.engines.get(id, []) for id in sorted({*timeline.engines, *started})}
     if len(engines) <= _ENGINES:
         return engines
     return {f"{len(engines)} engines": [r for rates in engines.values() for r in rates]}
 
 
-def _draw(axes: "Axes", timeline: Timeline, engines: dict[str, list[Rate]]) -> None:
-    rows, labels = len(timeline.phases) + len(engines), []
-    for row, (name, phases) in enumerate(timeline.phases.items()):
-        _draw_phases(axes, row, phases, timeline)
-        labels.append(name)
+def _draw(axes: "Axes", timeline: Timeline, engines: dict[str, list[Rate]]) -> list[str]:
+    """Draws its steps; returns the labels of the rows."""
+    labels = _processes(timeline)
+    rows = len(labels) + len(engines)
+    for row, name in enumerate(labels):
+        _draw_phases(axes, row, timeline.phases.get(name, []), timeline.begin)
     curves = {name: _curve(rates, timeline) for name, rates in engines.items()}
     most = max((rate for _, rates in curves.values() for rate in rates), default=0.0) or 1.0
     for row, (name, curve) in enumerate(curves.items(), len(labels)):
@@ -73,11 +101,29 @@ def _draw(axes: "Axes", timeline: Timeline, engines: dict[str, list[Rate]]) -> N
     axes.set_xlabel("seconds")
     axes.spines[["top", "right"]].set_visible(False)
     _draw_legend(axes, timeline, rows)
+    return labels
 
 
-def _draw_phases(axes: "Axes", row: int, phases: list[Phase], timeline: Timeline) -> None:
+def _draw_start(axes: "Axes", start: Start, processes: list[str], engines: list[str]) -> None:
+    """Draws what each part did before the steps, in the rows that these have."""
+    for row, name in enumerate(processes):
+        _draw_phases(axes, row, start.phases.get(name, []), start.begin)
+    every = [phase for phases in start.engines.values() for phase in phases]
+    is_one_row = len(engines) < len(start.engines)
+    for row, name in enumerate(engines, len(processes)):
+        phases = every if is_one_row else start.engines.get(name, [])
+        _draw_phases(axes, row, phases, start.begin)
+    rows = len(processes) + len(engines)
+    axes.set_title("start")
+    axes.set_ylim(rows - 0.4, -0.75)
+    axes.set_xlim(0, start.seconds)
+    axes.set_xlabel("seconds since the tasks began")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_phases(axes: "Axes", row: int, phases: list[Phase], begin: float) -> None:
     for name in dict.fromkeys(phase.name for phase in phases):
-        bars = [(p.start - timeline.begin, p.seconds) for p in phases if p.name == name]
+        bars = [(p.start - begin, p.seconds) for p in phases if p.name == name]
         axes.broken_barh(bars, (row - 0.35, 0.7), facecolors=COLORS.get(name, OTHER), linewidth=0)
 
 
@@ -131,11 +177,18 @@ def _draw_legend(axes: "Axes", timeline: Timeline, rows: int) -> None:
     from matplotlib.patches import Patch
 
     seen = dict.fromkeys(p.name for phases in timeline.phases.values() for p in phases)
+    if timeline.start:
+        every = [*timeline.start.phases.values(), *timeline.start.engines.values()]
+        seen |= dict.fromkeys(p.name for phases in every for p in phases if p.name != "update")
     patches = [Patch(color=COLORS.get(name, OTHER), label=name) for name in seen]
     if timeline.engines:
         patches.append(Patch(color=ENGINE, label="tokens/s"))
     if timeline.pauses:
         patches.append(Patch(color=PAUSE, label="update of weights"))
+    if timeline.start and (figure := axes.get_figure(root=True)):
+        place = {"loc": "outside lower center", "ncols": -(-len(patches) // 2)}
+        figure.legend(handles=patches, frameon=False, fontsize=8, **place)
+        return
     below = (0.5, -0.5 / (0.5 + 0.55 * rows))
     axes.legend(
         handles=patches, loc="upper center", bbox_to_anchor=below, ncols=len(patches),

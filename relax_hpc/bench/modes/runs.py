@@ -70,7 +70,7 @@ def plot(results: Iterable[Figures], work: Work, folder: Path, path: Path) -> Pa
     names = [each.mode for each in results if not each.failure]
     first, last = work.warm_up + 1, work.last
     seen = [timeline.read(folder / name, first=first, last=last) for name in names]
-    return timeline_plot.plot(seen, path)
+    return timeline_plot.plot([each._replace(start=None) for each in seen], path)
 
 
 def _run(

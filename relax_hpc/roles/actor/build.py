@@ -15,6 +15,7 @@ from relax_hpc.checkpoints.store import Checkpoint, Checkpoints
 from relax_hpc.comm.torch_group import init_torch, own_device
 from relax_hpc.comm.world import World
 from relax_hpc.config.run import RunConfig
+from relax_hpc.engines.megatron.trainer import MegatronTrainer
 from relax_hpc.engines.training_engine import TrainingEngine
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.actor import last_policy, loop
@@ -33,6 +34,7 @@ from relax_hpc.roles.training.build import tell_parameters, trainer_of
 from relax_hpc.roles.training.last_save import LastSave
 from relax_hpc.roles.turns import Turns
 from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.telemetry.timers import Timers
 
 
 def main(
@@ -41,10 +43,9 @@ def main(
     """Resumes from the newest checkpoint, if there is one, and trains to the end."""
     register = register_of(config, paths)
     lease = lease_of(config, world, register, context, events)
-    device = own_device(context.local_rank, asked=context.gpus)
-    init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
-    trainer = trainer_of(config, world, device)
-    columns = own_columns(config, trainer, events if world.rank == 0 else None)
+    device, starting = own_device(context.local_rank, asked=context.gpus), Timers()
+    with starting("model"):
+        trainer, columns = _model(config, world, device, events)
     checkpoints, *others = (
         saving.checkpoints_of(
             config.actor, paths, world, PlanPosition,
@@ -54,7 +55,8 @@ def main(
         )
         for folder in [paths.checkpoints, *[paths.critic_checkpoints] * bool(config.critic)]
     )  # fmt: skip
-    resumed = saving.resume(checkpoints, trainer, events)
+    with starting("load"):
+        resumed = saving.resume(checkpoints, trainer, events)
     shards = OpenShards(paths.bus)  # on rank 0 what the sequencer opens, the reader finds open
     reader = Reader(paths.bus, shards=shards)
     shares_gpus = config.rollout_pool.placement == "actor"
@@ -87,8 +89,11 @@ def main(
     duties = rank0 or OtherRank(publishing.ranks)
     stop = LastSave(world, trainer, save, ending, context.end)
     stages = loop.Stages(save, columns, [check], lease, stop)
-    if device.type == "cuda":  # engines load their programs meanwhile
-        trainer.warm_up()
+    with starting("warm_up"):
+        if device.type == "cuda":  # engines load their programs meanwhile
+            trainer.warm_up()
+    if rank0:
+        events.emit("phases", step=0, phases=starting.phases)
     loop.run(config, world, trainer, reader, duties, stages)
     stop.close()
     last_policy.serve(world, trainer, duties, last)
@@ -96,6 +101,15 @@ def main(
     lease.close()
     world.barrier()
     torch.distributed.destroy_process_group()
+
+
+def _model(
+    config: RunConfig, world: World, device: torch.device, events: EventWriter
+) -> tuple[MegatronTrainer, list[Reference]]:
+    """Makes the model with its optimizer, and what else computes with it."""
+    init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
+    trainer = trainer_of(config, world, device)
+    return trainer, own_columns(config, trainer, events if world.rank == 0 else None)
 
 
 def own_columns(

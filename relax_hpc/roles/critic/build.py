@@ -25,6 +25,7 @@ from relax_hpc.roles.ending import Ending
 from relax_hpc.roles.scorer import rank0 as scorer
 from relax_hpc.roles.training.last_save import LastSave
 from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.telemetry.timers import Timers
 
 
 def main(
@@ -33,8 +34,10 @@ def main(
     """Resumes from its newest checkpoint, if there is one, and learns to the end."""
     assert config.critic is not None
     device = own_device(context.local_rank, asked=context.gpus)
-    init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
-    critic = critic_of(config, world, device)
+    starting = Timers()
+    with starting("model"):
+        init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
+        critic = critic_of(config, world, device)
     when = config.critic.saving(config.actor)
     checkpoints = saving.checkpoints_of(
         when, paths, world, PlanPosition,
@@ -43,10 +46,12 @@ def main(
         lacks=partial(saving.lack_of, paths),
         folder=paths.critic_checkpoints,
     )  # fmt: skip
-    resumed = saving.resume(checkpoints, critic, events, is_critic=True)
+    with starting("load"):
+        resumed = saving.resume(checkpoints, critic, events, is_critic=True)
     readers = loop.Readers(Reader(paths.bus), Reader(paths.bus))
     rank0 = ending = None
     if world.rank == 0:
+        events.emit("phases", step=0, phases=starting.phases)
         position = resumed.position if resumed else None
         ending = Ending(paths, context.attempt, paths.critic_saves(context.attempt))
         rank0 = _rank0(config, paths, context, position, events, ending.is_near)

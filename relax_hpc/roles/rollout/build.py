@@ -39,6 +39,7 @@ from relax_hpc.roles.rollout.retirement import retirement_of
 from relax_hpc.roles.rollout.unfinished import MODEL, AnnouncedEnd, Unfinished, digest_of
 from relax_hpc.sampling.client import PoolClient, client_of
 from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.telemetry.timers import Timers
 
 SPARES = 2
 """Shards that nobody needs any more, kept to be written over."""
@@ -74,16 +75,21 @@ def _host(
 ) -> None:
     row_check.check_order(paths.bus)
     number = context.rank // config.rollout_pool.nodes_per_engine
-    sources = prompt_check.sources_of(
-        config, prompt_check.open_files(config), tokenizers.load(config.model.path)
-    )
+    starting = Timers()
+    with starting("prompts", waits=True):
+        sources = prompt_check.sources_of(
+            config, prompt_check.open_files(config), tokenizers.load(config.model.path)
+        )
     hostings = [hosting_of(config, slot) for slot in slots]
     with kept(EngineHost(each, paths, context, events) for each in hostings) as hosts:
         # While engines start. A task looks at what no other does, so together they see all.
         share = row_check.Share(number, config.rollout_pool.num_hosts)
-        row_check.settle(config, paths, sources, share)
-        for host in hosts:
-            host.wait_until_healthy()
+        with starting("check", waits=True):
+            row_check.settle(config, paths, sources, share)
+        with starting("engines", waits=True):
+            for host in hosts:
+                host.wait_until_healthy()
+        events.emit("phases", step=0, phases=starting.phases)
         own = [slot.id for slot in slots]
         with Producer(
             paths.bus,

@@ -22,6 +22,7 @@ from relax_hpc.roles.scorer import loop
 from relax_hpc.roles.scorer.rank0 import Rank0, View
 from relax_hpc.schema import ROUTED_EXPERTS
 from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.telemetry.timers import Timers
 
 CREDITS_EVERY_S = 1.0
 """Time between looks at the credits: what to delete, and the end."""
@@ -53,14 +54,17 @@ def main(
 ) -> None:
     """Scores what rollout commits until the trainer has finished."""
     device = own_device(context.local_rank, asked=context.gpus)
-    init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
-    scorer = MegatronScorer(
-        scoring.model, scoring.megatron, world, device,
-        seed=config.seed, temperature=config.temperature,
-    )  # fmt: skip
+    starting = Timers()
+    with starting("model"):
+        init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
+        scorer = MegatronScorer(
+            scoring.model, scoring.megatron, world, device,
+            seed=config.seed, temperature=config.temperature,
+        )  # fmt: skip
     reader = Reader(paths.bus)
     rank0 = None
     if world.rank == 0:
+        events.emit("phases", step=0, phases=starting.phases)
         rank0 = _rank0(config, scoring, paths, context, reader, events)
     duties = rank0 or loop.OtherRank()
     loop.run(world, scorer, reader, duties, sight_of(config, reader), _columns(config, scoring))

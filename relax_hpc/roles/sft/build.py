@@ -19,6 +19,7 @@ from relax_hpc.roles.sft.rank0 import DataPosition, Rank0
 from relax_hpc.roles.training.build import tell_parameters, trainer_of
 from relax_hpc.roles.training.last_save import LastSave
 from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.telemetry.timers import Timers
 
 
 def main(
@@ -29,14 +30,18 @@ def main(
     # A rank looks at what no other does, so together they see all.
     document_check.check_share(config, files, tokenizer, world.rank, world.size)
     device = own_device(context.local_rank, asked=context.gpus)
-    init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
-    trainer = trainer_of(config, world, device)
+    starting = Timers()
+    with starting("model"):
+        init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
+        trainer = trainer_of(config, world, device)
     checkpoints = saving.checkpoints_of(
         config.actor, paths, world, DataPosition, timeout_s=config.launch.peer_timeout_s
     )
-    resumed = saving.resume(checkpoints, trainer, events)
+    with starting("load"):
+        resumed = saving.resume(checkpoints, trainer, events)
     rank0 = None
     if world.rank == 0:
+        events.emit("phases", step=0, phases=starting.phases)
         tell_parameters(config, events)
         train, *heldout = (Documents(each.path, tokenizer, config.sft, each.rows) for each in files)
         rank0 = _rank0(config, paths, train, heldout, resumed, events)

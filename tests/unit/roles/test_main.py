@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -123,7 +124,7 @@ def test_a_role_begins_with_kernels_where_the_job_says(tmp_path, monkeypatch):
     main.run(paths.root, context(), "files")
     assert seen == [f"{kernel_cache.folder_of(kernels)}/triton"]
     kernels.chmod(0o777)
-    with pytest.raises(ConfigError, match="launch.kernel_cache"):
+    with pytest.raises(ConfigError, match="kernel_cache"):
         main.run(paths.root, context(), "files")
     said = read_events(paths.root / "events")[-1]["message"]
     assert len(seen) == 1 and "others may write" in said
@@ -167,6 +168,7 @@ def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_writes(
         "SidecarWriter", "CreditTail", Reader=closing,
     )  # fmt: skip
     fake(monkeypatch, logprobs_task, journal, "Rank0", Rank0=closing)
+    monkeypatch.setattr(logprobs_task, "init_torch", lambda *_, **__: time.sleep(0.002))
     fake(monkeypatch, logprobs_task.loop, journal, "run")
     monkeypatch.setattr(logprobs_task.torch.distributed, "destroy_process_group", lambda: None)
     settings = config(
@@ -183,7 +185,9 @@ def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_writes(
     assert (scorer, reader, columns) == ("MegatronScorer", closing, [])
     assert isinstance(duties, logprobs_task.loop.OtherRank) if rank else duties is closing
     assert len(journal.of("closed")) == 2 - rank and journal[-1] == ("barrier",)
+    assert [e["step"] for e in events.of("phases")] == [0] * (rank == 0)
     if rank == 0:
+        assert [phase.name for phase in events.of("phases")[0]["phases"]] == ["model"]
         [(_, (bus, name, provenance), how)] = journal.of("SidecarWriter")
         assert (bus, name) == (paths.bus, "reference-0")
         assert how == {"compress": ["ragged/token_ids"]}
