@@ -9,7 +9,7 @@ from relax_hpc.telemetry.timers import Phase
 _WAITS = ("wait", "read", "publish", "lease")
 """Phases of a step in which nothing of it is computed yet."""
 _MOST_ENGINES = 4
-"""Of more than these only the one that was healthy last is in a table."""
+"""If there are more, a table has only the one that was healthy last."""
 _REST, _SHORTEST_S = "other", 0.05
 """Name of what the trainer has not noted; if it is shorter it is not told."""
 
@@ -129,7 +129,7 @@ def _first_work(step: Event, phases: Sequence[Phase]) -> float:
 
 
 def _imports(starts: Sequence[Event], events: Sequence[Event]) -> Iterator[tuple[str, Phase]]:
-    """Of tasks that noted their start, the time before the first thing in it."""
+    """Yields, of tasks that noted their start, the time before the first thing in it."""
     for start in starts:
         who = (start["role"], start["rank"])
         noted = (
