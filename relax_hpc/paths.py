@@ -1,8 +1,11 @@
 """Every path under a run directory. Nobody else joins strings into paths."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from relax_hpc.storage import names
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +252,8 @@ class RunPaths:
 
     def all_keeps(self, attempt: str) -> list[Path]:
         """Returns these records of all rollout tasks that have begun."""
-        return sorted(self.control.glob(f"keeps-{attempt}-*.json"))
+        of_it = re.compile(rf"keeps-{re.escape(attempt)}-\d+\.json")
+        return [self.control / name for name in names(self.control) if of_it.fullmatch(name)]
 
     def idle(self, attempt: str, task: str) -> Path:
         """Says since when a task has nothing to do, where its job gives nodes back for that."""

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from relax_hpc.errors import LaunchError
+from relax_hpc.storage import patiently
 
 UMASKS = {"none": 0o077, "group": 0o027}
 """Umasks by `launch.share`."""
@@ -63,7 +64,7 @@ def adopt(folder: Path) -> None:
 
 def umask_of(folder: Path) -> int:
     """Returns the umask under which a file is as readable as `folder`, and its owner's to write."""
-    return ~stat.S_IMODE(folder.stat().st_mode) & 0o777 | _WRITE_BY_OTHERS
+    return ~stat.S_IMODE(patiently(folder, folder.stat).st_mode) & 0o777 | _WRITE_BY_OTHERS
 
 
 def check_own(*paths: Path, remedy: str = "submit a run of your own") -> None:
@@ -77,7 +78,7 @@ def check_own(*paths: Path, remedy: str = "submit a run of your own") -> None:
         LaunchError: a folder or file is another user's, or others may write to it.
     """
     for path in paths:
-        found = path.stat()
+        found = patiently(path, path.stat)
         entry = f"{path}: owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
         if found.st_uid != os.geteuid():
             raise LaunchError(

@@ -70,7 +70,7 @@ def write_json_once(path: Path, record: object) -> bool:
         storage.patiently(path, lambda: _write_draft(draft, text), small=True)
         return storage.patiently(path, publish, small=True)
     finally:
-        storage.patiently(draft, lambda: draft.unlink(missing_ok=True))
+        storage.delete(draft)
 
 
 def _draft_of(path: Path) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from relax_hpc.errors import LaunchError
+from relax_hpc.storage import patiently
 
 _BYTES = 32
 
@@ -50,9 +51,13 @@ class RunSecret:
         Raises:
             LaunchError: there is none, it is not ours, or others may read it.
         """
-        try:
+
+        def load() -> tuple[os.stat_result, bytes]:
             with path.open("rb") as file:
-                found, content = os.fstat(file.fileno()), file.read()
+                return os.fstat(file.fileno()), file.read()
+
+        try:
+            found, content = patiently(path, load)
         except OSError as error:
             raise LaunchError(
                 f"{path}: {error.strerror}; only the run's owner has it, and resume makes it anew"

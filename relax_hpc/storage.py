@@ -13,11 +13,13 @@ import logging
 import math
 import os
 import pwd
+import shutil
 import threading
 import time
 import uuid
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,6 +38,8 @@ PASSING = (
 )  # fmt: skip
 """Errors that a server's return ends."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
+PATIENCE_S = 1800.0
+"""Patience of a process until it knows that of its run, `launch.peer_timeout_s`."""
 RESERVE_BYTES = 1 << 20
 DAMAGE_S = 120.0
 """Seconds after which a file whose reads end with EIO counts as damaged, where others can take its
@@ -58,7 +62,7 @@ class _Terms:
 _terms = _Terms()
 
 
-def settle(patience_s: float, *, reserve: Path | None = None) -> None:
+def settle(patience_s: float = PATIENCE_S, *, reserve: Path | None = None) -> None:
     """Makes this process patient with storage; calling it again replaces what was settled.
 
     Args:
@@ -137,18 +141,28 @@ class _Wait:
         self.note(error)
 
     def note(self, error: OSError) -> None:
-        """Makes room for small records if there is none, and says once a minute what is wrong."""
-        if error.errno in FULL:
-            give_reserve_back()
-        now = time.monotonic()
-        if now - _terms.told_at < _TELL_S:
-            return
-        _terms.told_at = now
-        log.warning(
-            "%s (owner %s): %s; holding since %.0f s, nothing is lost: %s",
-            self._path, _owner(self._path), error.strerror, now - self._begun,
-            "make room or raise the quota" if error.errno in FULL else "asking again",
-        )  # fmt: skip
+        note(self._path, error, self._begun)
+
+
+def note(path: Path, error: OSError, begun: float) -> None:
+    """Makes room for small records if there is none, and says once a minute what is wrong.
+
+    Args:
+        path: what it is about.
+        error: as the operating system told it.
+        begun: time of `time.monotonic` since which somebody waits.
+    """
+    if error.errno in FULL:
+        give_reserve_back()
+    now = time.monotonic()
+    if now - _terms.told_at < _TELL_S:
+        return
+    _terms.told_at = now
+    log.warning(
+        "%s (owner %s): %s; holding since %.0f s, nothing is lost: %s",
+        path, _owner(path), error.strerror, now - begun,
+        "make room or raise the quota" if error.errno in FULL else "asking again",
+    )  # fmt: skip
 
 
 def names(folder: Path) -> list[str]:
@@ -160,6 +174,42 @@ def names(folder: Path) -> list[str]:
         return sorted(path.name for path in patiently(folder, lambda: list(folder.iterdir())))
     except FileNotFoundError:
         return []
+
+
+def exists(path: Path) -> bool:
+    """Whether there is something of that name; of a link, what it leads to.
+
+    `Path.exists` raises what may pass, or, from Python 3.14 on, says that nothing is there.
+    """
+    try:
+        patiently(path, path.stat)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def delete(path: Path) -> None:
+    """Deletes a file, if it is there."""
+    patiently(path, lambda: path.unlink(missing_ok=True), small=True)
+
+
+def delete_folder(folder: Path) -> None:
+    """Deletes a folder with all that is in it, as far as that can be."""
+    try:
+        patiently(folder, partial(shutil.rmtree, folder), small=True, damage_s=DAMAGE_S)
+    except OSError:  # it is not there, or somebody holds a file of it open
+        with suppress(OSError):  # Python 3.11 raises some all the same
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def move(source: Path, target: Path) -> None:
+    """Gives a file or folder another name, once, though it may be told that this failed."""
+
+    def rename() -> None:
+        if source.exists() or not target.exists():
+            source.rename(target)
+
+    patiently(target, rename, small=True)
 
 
 def is_short() -> bool:

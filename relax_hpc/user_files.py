@@ -64,11 +64,18 @@ def opened_text(path: Path, remedy: str) -> BinaryIO:
     Raises:
         ConfigError: as `opened`, or its first bytes are those of something else.
     """
-    file = opened(path, remedy)
+
+    def begin() -> tuple[BinaryIO, bytes]:
+        file = opened(path, remedy)
+        try:
+            return file, file.read(8)
+        except OSError:
+            file.close()
+            raise
+
     try:
-        head = file.read(8)
+        file, head = patiently(path, begin)
     except OSError as error:
-        file.close()
         raise _unreadable(str(path), error, remedy) from None
     for magic, said in _FORMATS.items():
         if head.startswith(magic):
@@ -84,14 +91,18 @@ def read_text(path: Path, remedy: str) -> str:
     Raises:
         ConfigError: as `opened_text`, or not UTF-8.
     """
-    with opened_text(path, remedy) as file:
-        try:
-            return file.read().decode()
-        except OSError as error:
-            raise _unreadable(str(path), error, remedy) from None
-        except UnicodeDecodeError as error:
-            said = f"is not UTF-8 text ({error.reason})"
-            raise ConfigError(f"{path}: {said}; {remedy}") from None
+
+    def read() -> bytes:
+        with opened_text(path, remedy) as file:
+            return file.read()
+
+    try:
+        return patiently(path, read).decode()
+    except OSError as error:
+        raise _unreadable(str(path), error, remedy) from None
+    except UnicodeDecodeError as error:
+        said = f"is not UTF-8 text ({error.reason})"
+        raise ConfigError(f"{path}: {said}; {remedy}") from None
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:

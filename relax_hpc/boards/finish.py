@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from relax_hpc import job_file, permissions
+from relax_hpc import job_file, permissions, storage
 from relax_hpc.boards.notify import Notifier
 from relax_hpc.boards.run_board import RunBoard, is_complete
 from relax_hpc.config.run import JobConfig
@@ -23,9 +23,11 @@ def main() -> None:
     parser.add_argument("--exit-code", type=int, default=0, help="of the components")
     parser.add_argument("--ended", action="append", default=[], help="COMPONENT=EXIT_CODE")
     args = parser.parse_args()
+    storage.settle()
     permissions.adopt(args.run_dir)
     paths = RunPaths(args.run_dir)
     config = job_file.read_resolved(paths.config)
+    storage.settle(config.launch.peer_timeout_s, reserve=paths.reserve)
     found = summary.write(args.run_dir)
     complete(paths, config, failed=args.exit_code != 0)
     tell(paths, config, found["steps_done"], failed=args.exit_code != 0, ended=args.ended)

@@ -60,12 +60,13 @@ class _End:
 
 def main() -> None:
     end, args = _End(), _parse()
-    from relax_hpc import job_file, permissions
+    from relax_hpc import job_file, permissions, storage
     from relax_hpc.boards.export import Export
     from relax_hpc.boards.run_board import RunBoard
     from relax_hpc.comm.process_id import ProcessId
     from relax_hpc.paths import RunPaths
 
+    storage.settle()
     permissions.adopt(args.run_dir)
     logging.basicConfig(
         level=logging.WARNING,
@@ -77,6 +78,7 @@ def main() -> None:
         return
     controller, paths = ProcessId.of(args.controller), RunPaths(args.run_dir)
     config = job_file.read_resolved(paths.config)
+    storage.settle(config.launch.peer_timeout_s, reserve=paths.reserve)
     board: RunBoard | Export
     if args.to == "tensorboard":
         board = RunBoard(paths, config)

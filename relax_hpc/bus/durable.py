@@ -1,7 +1,6 @@
 """Bytes that survive a crash: complete writes, flushes, and what a full file system means."""
 
 import ctypes
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,18 +13,23 @@ from relax_hpc import storage
 from relax_hpc.errors import BusError
 from relax_hpc.records import Buffer, checksum
 
-log = logging.getLogger(__name__)
-
 MAX_BUFFERS = 1024  # of one system call: IOV_MAX of Linux
 _SYNC_FILE_RANGE_WRITE = 2
 FULL_RETRY_S = 5.0
 """Seconds between attempts to write to a full file system."""
-TELL_S = 60.0
-"""Seconds between lines about it."""
 
 
 class BusFullError(BusError):
-    """No space or no quota; nothing was published. Try again once shards were collected."""
+    """No space or no quota; nothing was published. Try again once shards were collected.
+
+    Args:
+        path: what was to be written.
+        error: as the operating system told it.
+    """
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(f"{path}: {error.strerror}; free space or raise the quota")
+        self.path, self.error = path, error
 
 
 class Space:
@@ -35,7 +39,7 @@ class Space:
     """
 
     def __init__(self) -> None:
-        self._retry_at = self._tell_at = 0.0
+        self._retry_at = self._begun = 0.0
 
     @property
     def full(self) -> bool:
@@ -56,13 +60,12 @@ class Space:
         try:
             put()
         except BusFullError as error:
-            storage.give_reserve_back()
-            if time.monotonic() >= self._tell_at:
-                log.warning("%s; trying again every %g s", error, FULL_RETRY_S)
-                self._tell_at = time.monotonic() + TELL_S
-            self._retry_at = time.monotonic() + FULL_RETRY_S
+            now = time.monotonic()
+            self._begun = self._begun or now
+            storage.note(error.path, error.error, self._begun)
+            self._retry_at = now + FULL_RETRY_S
             return False
-        self._retry_at = self._tell_at = 0.0
+        self._retry_at = self._begun = 0.0
         return True
 
 

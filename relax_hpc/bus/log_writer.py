@@ -9,7 +9,7 @@ from relax_hpc.bus.log import RECORD_BYTES, CommitRecord, Fences, RecordKind, de
 from relax_hpc.bus.tail import GrowingFile, current_size
 from relax_hpc.errors import BusError, FencedError
 from relax_hpc.records import sync
-from relax_hpc.storage import PASSING, patiently
+from relax_hpc.storage import PASSING, delete, exists, patiently
 
 BALLAST_BYTES = 256 << 10
 
@@ -44,7 +44,7 @@ class LogWriter:
         self.records: list[CommitRecord] = []
         """Valid records of the owners before."""
         self.fence = self._take_over()
-        self._has_ballast = patiently(self._ballast, self._ballast.exists)
+        self._has_ballast = exists(self._ballast)
         self.restore_ballast()
 
     @property
@@ -93,7 +93,7 @@ class LogWriter:
         except OSError as error:
             if not is_full(error):
                 raise BusError(f"{self._ballast}: cannot be made: {error.strerror}") from error
-            self._ballast.unlink(missing_ok=True)
+            delete(self._ballast)
 
     def _make_ballast(self) -> None:
         self._ballast.write_bytes(bytes(BALLAST_BYTES))

@@ -18,7 +18,7 @@ from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
 from relax_hpc.records import sync
 from relax_hpc.schema import Role
-from relax_hpc.storage import names, patiently
+from relax_hpc.storage import exists, names, patiently
 
 _LOG = re.compile(r"f\d+\.log")
 
@@ -267,7 +267,7 @@ def gone_of_first_step(paths: BusPaths) -> Path | None:
     or has not been."""
     first = (record for record in read_chain(paths).steps if record.step == 1)
     shards = (paths.shard(p.producer, p.fence, p.seq) for record in first for p in record.parts)
-    return next((shard for shard in shards if not shard.exists()), None)
+    return next((shard for shard in shards if not exists(shard)), None)
 
 
 def _read(paths: BusPaths, fence: int, base: Snapshot) -> Chain | None:

@@ -16,6 +16,7 @@ from relax_hpc.config.saving import SavingConfig
 from relax_hpc.engines.training_engine import TrainingEngine
 from relax_hpc.errors import CheckpointError, ConfigError
 from relax_hpc.paths import RunPaths
+from relax_hpc.storage import exists
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.telemetry.timers import Timers
 
@@ -186,7 +187,7 @@ class Saving(Generic[P]):
         step, every = self._trainer.step, self._config.save_hf_every
         if not every or not step or step % every:
             return
-        if not self._world.bcast(self._paths.hf(step).exists()):
+        if not self._world.bcast(exists(self._paths.hf(step))):
             self._save_hf(step)
 
     def now(self) -> bool:

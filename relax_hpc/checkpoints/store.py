@@ -12,6 +12,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
@@ -20,7 +21,7 @@ from relax_hpc.comm.world import SoloWorld, World
 from relax_hpc.engines.training_engine import TrainingEngine
 from relax_hpc.errors import BusError, CheckpointError, FencedError
 from relax_hpc.records import read_json, sync, write_json
-from relax_hpc.storage import DAMAGE_S, names, patiently
+from relax_hpc.storage import DAMAGE_S, delete_folder, exists, move, names, patiently
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ class Checkpoints(Generic[P]):
                     raise ValueError("is not there")
                 step, position = progress["step"], self._position_type(*progress["position"])
             except (ValueError, TypeError, KeyError, OSError) as error:
-                if folder.exists():  # else it was rotated away meanwhile
+                if exists(folder):  # else it was rotated away meanwhile
                     yield _Unreadable(folder, f"{folder / _PROGRESS}: {error}")
                 continue
             if self._is_valid(position):
@@ -263,7 +264,7 @@ class Checkpoints(Generic[P]):
                 "the checkpoint of step %d could not be saved (failure %d of %d in a row): %s",
                 pending.step, self._num_failures, MAX_FAILURES, outcome,
             )  # fmt: skip
-            shutil.rmtree(pending.draft, ignore_errors=True)
+            delete_folder(pending.draft)
         if self._num_failures == MAX_FAILURES:
             raise CheckpointError(f"{MAX_FAILURES} saves in a row failed, the last one: {outcome}")
         return [Saved(pending.step, failure=str(outcome))]
@@ -303,14 +304,14 @@ class Checkpoints(Generic[P]):
         for path in _listed(self._root, ".step_*"):
             if _LEFT_BEHIND.fullmatch(path.name):
                 log.info("%s: a killed process left it behind; removed", path)
-                shutil.rmtree(path, ignore_errors=True)
+                delete_folder(path)
 
     def _set_aside(self, torn: list[Path]) -> None:
         """Moves torn ones away: they do not count among the kept ones, and can be looked at."""
         for folder in torn:
-            (self._root / _TORN).mkdir(exist_ok=True)
-            target = self._root / _TORN / f"{folder.name}.{secrets.token_hex(4)}"
-            folder.rename(target)
+            aside = self._root / _TORN
+            patiently(aside, partial(aside.mkdir, exist_ok=True))
+            move(folder, target := aside / f"{folder.name}.{secrets.token_hex(4)}")
             log.warning("%s: moved to %s", folder, target)
 
 

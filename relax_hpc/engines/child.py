@@ -17,6 +17,7 @@ from relax_hpc.engines import leash
 from relax_hpc.engines import reaper as reaping
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.hangs.process import facts, place_of, python_stacks
+from relax_hpc.storage import patiently
 
 _FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_MPI", "SLURM_PMI")
 """Variables of the owner's MPI rank; an engine that found them would try to join its world."""
@@ -87,10 +88,14 @@ class EngineProcess:
 
     def output(self) -> str:
         """Returns what the process has said so far; of much, the newest."""
-        with self.log_path.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._said_before, size - _READ_BYTES))
-            return log.read().decode(errors="replace")
+
+        def read() -> str:
+            with self.log_path.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self._said_before, size - _READ_BYTES))
+                return log.read().decode(errors="replace")
+
+        return patiently(self.log_path, read)
 
     def last_error(self) -> str:
         """The exception that stands last in its output, on one line; "" if there is none."""
@@ -107,7 +112,7 @@ class EngineProcess:
 
         The stacks of those that can be asked are in its log.
         """
-        log = os.open(self.log_path, os.O_RDONLY)
+        log = patiently(self.log_path, lambda: os.open(self.log_path, os.O_RDONLY))
         try:
             return "; ".join(filter(None, (_whereabouts(each.pid, log) for each in self._family())))
         finally:
@@ -190,10 +195,7 @@ def spawn(argv: list[str], log_path: Path, environment: Mapping[str, str]) -> En
     Whatever is left of the session when this process has died, a reaper ends.
     """
     env = without_mpi(os.environ) | dict(environment)
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    # Ours, whatever an engine may say: it knows a token.
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    said_before = os.fstat(log).st_size
+    log, said_before = patiently(log_path, lambda: _opened(log_path), small=True)
     try:
         process = subprocess.Popen(
             [sys.executable, "-S", "-E", leash.__file__, str(os.getpid()), *argv],
@@ -204,7 +206,8 @@ def spawn(argv: list[str], log_path: Path, environment: Mapping[str, str]) -> En
             start_new_session=True,
         )
     finally:
-        os.close(log)
+        with suppress(OSError):  # the engine has it
+            os.close(log)
     reaper = subprocess.Popen(
         [sys.executable, "-S", "-E", reaping.__file__, str(process.pid)],
         stdin=subprocess.PIPE,
@@ -212,6 +215,18 @@ def spawn(argv: list[str], log_path: Path, environment: Mapping[str, str]) -> En
         start_new_session=True,
     )
     return EngineProcess(process, reaper, "", log_path, said_before=said_before)
+
+
+def _opened(log_path: Path) -> tuple[int, int]:
+    """Returns the log, to be added to, and its size."""
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    # Ours, whatever an engine may say: it knows a token.
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        return log, os.fstat(log).st_size
+    except OSError:
+        os.close(log)
+        raise
 
 
 def _process_of(pid: int) -> psutil.Process | None:

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -70,7 +71,7 @@ class Folder:
             if self._fd is None or (self._is_parent and stamp != self._stamp):
                 self._let_go()
                 self._fd = self._opened()
-                self._close = weakref.finalize(self, os.close, self._fd)
+                self._close = weakref.finalize(self, _close, self._fd)
                 stamp = _changed_at(self._fd)
         except OSError:  # the server has forgotten it
             self._let_go()
@@ -130,6 +131,11 @@ def follow(path: Path, read: Callable[[], T]) -> Callable[[], T]:
 def folder_at(path: Path) -> Folder:
     """The one of this process."""
     return Folder(path)
+
+
+def _close(fd: int) -> None:
+    with suppress(OSError):  # it was only looked at
+        os.close(fd)
 
 
 def _changed_at(fd: int) -> _Stamp:

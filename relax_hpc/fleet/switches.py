@@ -6,7 +6,6 @@ whose requests they are. A request that is not named had no token yet.
 
 import asyncio
 import logging
-import shutil
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -16,7 +15,7 @@ from relax_hpc.comm.orders import Receipt
 from relax_hpc.fleet.members import Member
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
-from relax_hpc.storage import names, patiently
+from relax_hpc.storage import delete, delete_folder, names
 
 log = logging.getLogger(__name__)
 
@@ -59,18 +58,14 @@ class Notes:
             kept = [int(each.stem) for each in found if each.suffix == ".json"]
         old = [each for each in kept if each <= version - _KEPT]
         for each in old:  # an engine that loads files skips versions
-            _delete(self._paths.switch(member.id, member.start, each))
+            delete(self._paths.switch(member.id, member.start, each))
         self._kept[member.id] = (member.start, sorted({*kept, version}.difference(old)))
 
 
 def forget_earlier(paths: RunPaths, member: str) -> None:
     """Deletes what is left of earlier starts of an engine, whose requests ended with them."""
     for start in names(folder := paths.switches(member)):
-        shutil.rmtree(folder / start, ignore_errors=True)
-
-
-def _delete(path: Path) -> None:
-    patiently(path, lambda: path.unlink(missing_ok=True))
+        delete_folder(folder / start)
 
 
 class Switches:

@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from relax_hpc import permissions
+from relax_hpc import permissions, storage
 from relax_hpc.hangs import process, recorder
 from relax_hpc.hangs.process import Facts
 from relax_hpc.heartbeat import BYTES, Beat
 from relax_hpc.parentage import end_with_parent
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
+from relax_hpc.storage import names
 from relax_hpc.telemetry.events import EventWriter
 
 _POLL_S = 1.0
@@ -229,9 +230,9 @@ class Watchdog:
     def _suspects(self) -> list[Suspicion]:
         """All ranks that seem to hang in this start of the component."""
         found = []
-        for path in self._folder.glob("*.json"):
+        for name in names(self._folder):
             with suppress(OSError, ValueError, TypeError):
-                found.append(Suspicion(**json.loads(path.read_text())))
+                found.append(Suspicion(**json.loads((self._folder / name).read_text())))
         return found
 
 
@@ -244,7 +245,9 @@ def main() -> None:
     if os.getppid() != orders.pid:  # it died before the call above
         return
     paths = RunPaths(Path(orders.run_dir))
+    storage.settle()
     permissions.adopt(paths.root)
+    storage.settle(_SETTLE_S, reserve=paths.reserve)
     name, rank = orders.component, orders.rank
     with EventWriter(paths.events(name, rank), name, rank) as events:
         log, folder = paths.log("hang", orders.task), paths.hangs(orders.start_id)

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from submitit import JobEnvironment
@@ -18,14 +19,12 @@ from relax_hpc import permissions, storage
 from relax_hpc.errors import LaunchError, RelaxError
 from relax_hpc.launch import requeue
 from relax_hpc.paths import ComponentPaths, RunPaths
+from relax_hpc.records import write_text
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.scratch import compiled_folder
-from relax_hpc.storage import patiently
+from relax_hpc.storage import delete, exists, patiently
 
 log = logging.getLogger(__name__)
-
-PATIENCE_S = 1800.0
-"""Patience with storage until the task knows that of its run, `launch.peer_timeout_s`."""
 
 TaskMain = Callable[[Path, TaskContext, str], None]
 """Takes the run directory, who the task is, and how the tasks of its component find each other."""
@@ -38,6 +37,7 @@ def main(run: TaskMain | None = None) -> None:
         run: instead of the role; for tests.
     """
     args = _parse()
+    storage.settle()
     paths = RunPaths(args.run_dir)
     folder = paths.component(args.component)
     try:
@@ -52,15 +52,14 @@ def main(run: TaskMain | None = None) -> None:
         _leave_step(left, context.rank, is_followed=args.apart_from is None)
     # All ranks or none: one that had finished must take part again when its peers start over. They
     # agree on which, since nobody removes a mark unless one is missing.
-    storage.settle(PATIENCE_S)
     peers = range(context.size)
     if args.apart_from is not None:
         peers = range(args.apart_from, args.apart_from + JobEnvironment().num_tasks)
-    if patiently(folder, lambda: all(left.done(rank).exists() for rank in peers)):
+    if all(exists(left.done(rank)) for rank in peers):
         log.info("finished before the job was requeued: nothing to do")
         return
     mine = left.done(context.rank)
-    patiently(mine, lambda: mine.unlink(missing_ok=True))
+    delete(mine)
     asks = args.requeues and context.rank == 0
     requeue.install(job_id, args.run_dir, asks=asks)
     if asks:
@@ -82,7 +81,7 @@ def check_own(paths: RunPaths, folder: Path) -> None:
     Raises:
         LaunchError: names it, and what to do.
     """
-    further = [path for path in (paths.config, paths.programs) if path.exists()]
+    further = [path for path in (paths.config, paths.programs) if exists(path)]
     permissions.check_own(paths.root, paths.submission, folder, *further)
 
 
@@ -116,9 +115,9 @@ def _leave_step(left: ComponentPaths, rank: int, *, is_followed: bool) -> None:
     """
     if is_followed and JobEnvironment().global_rank == 0:
         step = f"{left.job_id}.{os.environ['SLURM_STEP_ID']} {os.getpid()}\n"
-        left.step.write_text(step)
+        write_text(left.step, step)
     for stream, path in ((sys.stdout, left.log(rank, "out")), (sys.stderr, left.log(rank, "err"))):
-        with path.open("ab") as file:
+        with patiently(path, partial(path.open, "ab")) as file:
             os.dup2(file.fileno(), stream.fileno())
 
 

@@ -19,12 +19,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 
+from relax_hpc import storage
 from relax_hpc.fleet import seen
 from relax_hpc.launch import states
 from relax_hpc.launch.jobs import is_silent, output_of, words_of
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json, write_json_once
-from relax_hpc.storage import patiently
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ def announce(job_id: str, run_dir: Path, **why: bool) -> bool:
     """
     record = RunPaths(run_dir).ending(attempt_of(job_id))
     if "refused" in (read_json(record) or {}):
-        record.unlink(missing_ok=True)
+        storage.delete(record)
     return write_json_once(record, {"time": time.time(), **why})
 
 
@@ -214,7 +214,7 @@ def ask(
         Why it was refused; empty if it was not.
     """
     restarts, cancelled = num_restarts(), RunPaths(run_dir).cancelled(job_id)
-    is_cancelled = seen.follow(cancelled, partial(patiently, cancelled, cancelled.exists))
+    is_cancelled = seen.follow(cancelled, partial(storage.exists, cancelled))
     if is_cancelled():
         return _end_cancelled(job_id, run_dir)
     if restarts >= MAX_REQUEUES:

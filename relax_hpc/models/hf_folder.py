@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from relax_hpc.comm.bucket import NamedTensors, buckets
 from relax_hpc.models.hub_layout import as_in_hub, kept
-from relax_hpc.records import sync, write_json
-from relax_hpc.storage import patiently
+from relax_hpc.records import read_bytes, read_json, sync, write_json
+from relax_hpc.storage import delete_folder, exists, move, names, patiently
 
 SHARD_BYTES = 5 << 30
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth",
@@ -49,28 +50,28 @@ def write(
     """
     draft, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("tmp", "old"))
     for left_over in (draft, old):
-        shutil.rmtree(left_over, ignore_errors=True)
-    draft.mkdir(parents=True)
+        delete_folder(left_over)
+    patiently(draft, partial(draft.mkdir, parents=True, exist_ok=True))
     patiently(draft, lambda: copy_all_but_weights(source, draft))
     dtypes = set[torch.dtype]()
     learned = _noting(as_in_hub(tensors, source), dtypes)
     _write_weights(draft, buckets(chain(learned, kept(source)), shard_bytes))
     set_dtype(draft, dtypes)
     if durable:
-        for path in (*draft.iterdir(), draft):
-            sync(path)
-    if folder.exists():
-        folder.rename(old)
-    draft.rename(folder)
+        for name in (*names(draft), "."):
+            patiently(draft, partial(sync, draft / name))
+    if exists(folder):
+        move(folder, old)
+    move(draft, folder)
     if durable:
-        sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+        patiently(folder, partial(sync, folder.parent))
+    delete_folder(old)
 
 
 def copy_all_but_weights(source: Path, folder: Path) -> None:
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith(_WEIGHTS):
-            shutil.copy(path, folder)
+            shutil.copy(path, folder / path.name)  # it would take a folder that fails for a file
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[str]], num_bytes: int) -> None:
@@ -87,9 +88,9 @@ def write_index(folder: Path, files: Mapping[str, Iterable[str]], num_bytes: int
 def set_dtype(folder: Path, dtypes: Collection[torch.dtype]) -> None:
     """Makes config.json name the type of the tensors, since loaders go by it."""
     config = folder / "config.json"
-    if len(dtypes) != 1 or not config.exists():
+    record = read_json(config) if len(dtypes) == 1 else None
+    if record is None:
         return
-    record = json.loads(config.read_text())
     (dtype,) = dtypes
     said = {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype")}
     write_json(config, record | {key: said[key] for key in said if key in record})
@@ -98,7 +99,7 @@ def set_dtype(folder: Path, dtypes: Collection[torch.dtype]) -> None:
 def set_quantization(folder: Path, quantization: Mapping[str, object]) -> None:
     """Says in config.json how the weights are quantised."""
     config = folder / "config.json"
-    record = json.loads(config.read_text())
+    record = json.loads(read_bytes(config))
     write_json(config, record | {"quantization_config": quantization})
 
 
@@ -122,13 +123,13 @@ def _write_weights(folder: Path, shards: Iterable[NamedTensors]) -> None:
         contents.append(list(on_host))
         total += sum(tensor.nbytes for tensor in on_host.values())
     if len(contents) == 1:
-        (folder / "1.safetensors").rename(folder / "model.safetensors")
+        move(folder / "1.safetensors", folder / "model.safetensors")
         return
     files: dict[str, list[str]] = {}
-    for number, names in enumerate(contents, start=1):
+    for number, inside in enumerate(contents, start=1):
         file = f"model-{number:05}-of-{len(contents):05}.safetensors"
-        (folder / f"{number}.safetensors").rename(folder / file)
-        files[file] = names
+        move(folder / f"{number}.safetensors", folder / file)
+        files[file] = inside
     write_index(folder, files, total)
 
 

@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from relax_hpc import permissions
+from relax_hpc import permissions, storage
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import record, requeue
 from relax_hpc.launch.script import batch_log
 from relax_hpc.paths import RunPaths
-from relax_hpc.records import write_json
+from relax_hpc.records import read_bytes, write_json
 from relax_hpc.runs import failure
 from relax_hpc.telemetry.events import FREQUENT, read_events
 
@@ -37,6 +37,8 @@ _STAYS: dict[str, tuple[str, ...]] = {
 }
 """A verdict -> those of the same attempt that say more, and stay."""
 _SRUN = re.compile(r"^srun: error: (?P<node>[\w.-]+): tasks? [\d,-]+: ")
+_PATIENCE_S = 20.0
+"""Patience with storage: who has it told waits for half a minute."""
 _MOST_CHARACTERS = 2000
 """Characters of an error that are told."""
 
@@ -85,7 +87,7 @@ class Verdict:
 def read(run_dir: Path) -> Verdict | None:
     """The last verdict; None if there is none, or it cannot be read."""
     with suppress(OSError, ValueError, TypeError):
-        return Verdict(**json.loads(RunPaths(run_dir).verdict.read_text()))
+        return Verdict(**json.loads(read_bytes(RunPaths(run_dir).verdict)))
     return None
 
 
@@ -138,7 +140,7 @@ def give_requeue(run_dir: Path, job_id: str) -> None:
 def _is_cancelled(run_dir: Path, job_id: str, last: Verdict | None) -> bool:
     """Whether the last verdict is that the run was cancelled, and this job with it."""
     is_told = last is not None and last.what == "cancelled"
-    return is_told and RunPaths(run_dir).cancelled(job_id).exists()
+    return is_told and storage.exists(RunPaths(run_dir).cancelled(job_id))
 
 
 def _requeued(times: int) -> str:
@@ -219,6 +221,7 @@ def _node(run_dir: Path, job_id: str, names: Sequence[str], task: str) -> str:
 
 def main() -> None:
     args = _parse()
+    storage.settle(_PATIENCE_S, reserve=RunPaths(args.run_dir).reserve)
     permissions.adopt(args.run_dir)
     if args.before:
         give_requeue(args.run_dir, args.job_id)

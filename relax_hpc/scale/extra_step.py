@@ -5,7 +5,7 @@ import signal
 import socket
 from pathlib import Path
 
-from relax_hpc import permissions
+from relax_hpc import permissions, storage
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.table import joining
 
@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=0, help="of a node that were asked for")
     parser.add_argument("--transport", help="of weights, if not weights.transport")
     args = parser.parse_args()
+    storage.settle()
     permissions.adopt(args.run_dir)
     # Slurm announces the time limit to every step; those of the job itself act on it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)

@@ -19,6 +19,7 @@ from relax_hpc.fleet.scaling import Extra, Outcome, Request, ScaleState
 from relax_hpc.fleet.standing import standing
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json_once
+from relax_hpc.storage import exists
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ class Scaler:
             return
         log.info("%s", request)
         self._state.requests[request.id] = Outcome("PENDING", before=self._state.engines)
-        if self._paths.scale_cancel(request.id).exists():
+        if exists(self._paths.scale_cancel(request.id)):
             return self._settle(request.id, "CANCELLED", "before it was begun")
         if request.kind == "in":
             return self._remove(request)
@@ -193,7 +194,7 @@ class Scaler:
         failed = [extra for extra in mine if "FAILED" in (extra.state, extra.ending)]
         if failed:
             self._undo(number, mine, f"{failed[0].id} failed")
-        elif self._paths.scale_cancel(number).exists():
+        elif exists(self._paths.scale_cancel(number)):
             self._undo(number, mine, "cancelled")
         elif all(extra.state == "ACTIVE" for extra in mine):
             return self._settle(number, "DONE")

@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
-from relax_hpc import job_file, permissions
+from relax_hpc import job_file, permissions, storage
 from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.config.run import RunConfig
 from relax_hpc.launch import requeue
@@ -26,6 +26,7 @@ _END_S = 8.0
 
 def main() -> None:
     args = _parse()
+    storage.settle()
     permissions.adopt(args.run_dir)
     logging.basicConfig(
         level=logging.INFO,
@@ -38,6 +39,7 @@ def main() -> None:
     paths = RunPaths(args.run_dir)
     config = job_file.read_resolved(paths.config)
     assert isinstance(config, RunConfig)
+    storage.settle(config.launch.peer_timeout_s, reserve=paths.reserve)
     attempt = requeue.attempt_of(args.job_id)
     steps = (
         LocalSteps(config, paths, args.controller, attempt)

@@ -5,6 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from relax_hpc.launch.jobs import output_of
 from relax_hpc.launch.placement import place
 from relax_hpc.launch.script import set_up
 from relax_hpc.paths import RunPaths
+from relax_hpc.records import read_bytes
+from relax_hpc.storage import exists, patiently
 
 _SHOWN_CHARACTERS = 300
 _SETUP_FAILED = 'setup_failed() { echo "setup ended with exit code $2: $3"; exit "$2"; }'
@@ -47,14 +50,15 @@ class _Steps:
         at = folder(self._paths.submission, extra.id)
         for name in ("step.log", "log.err"):
             path = at / name
-            lines = path.read_text(errors="replace").split("\n") if path.exists() else []
+            text = read_bytes(path) if exists(path) else b""
+            lines = text.decode(errors="replace").split("\n")
             if words := [line for line in lines if line.strip()]:
                 return f"its step ended: {words[-1][:_SHOWN_CHARACTERS]} (see {path})"
         return f"its step ended without a word (see {at})"
 
     def _run(self, extra: Extra, launcher: list[str], separator: list[str]) -> ProcessId:
         at = folder(self._paths.submission, extra.id)
-        at.mkdir(parents=True, exist_ok=True)
+        patiently(at, partial(at.mkdir, parents=True, exist_ok=True), small=True)
         logs = [f"--output={at / 'log.out'}", f"--error={at / 'log.err'}"]
         task = [
             *interpreter.command(self._resources, self._paths.root.parent, sys.executable),
@@ -68,7 +72,8 @@ class _Steps:
         # As in the job script: what these lines export reaches the task.
         setup = set_up(extra.id, self._resources.setup)
         lines = "\n".join([_SETUP_FAILED, *setup, f"exec {command}"])
-        with (at / "step.log").open("ab") as log:
+        path = at / "step.log"
+        with patiently(path, partial(path.open, "ab"), small=True) as log:
             process: subprocess.Popen[Any] = subprocess.Popen(
                 ["bash", "-c", lines],
                 stdin=subprocess.DEVNULL,

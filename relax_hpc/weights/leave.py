@@ -10,6 +10,7 @@ from relax_hpc.comm.bucket import BucketPlan, Digest
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import SnapshotError
 from relax_hpc.paths import RunPaths
+from relax_hpc.storage import exists
 from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.loads import Loaded
 from relax_hpc.weights.newest import Newest
@@ -61,7 +62,7 @@ class SnapshotPublisher:
         """
         timers, start, error = Timers(), time.perf_counter(), ""
         newest = Newest.read(self._paths)
-        is_behind = newest is not None and newest.version > version and newest.folder.exists()
+        is_behind = newest is not None and newest.version > version and exists(newest.folder)
         is_needed = version > 0 and self._left != version and not is_behind
         wanted = is_needed and time.monotonic() >= self._not_before
         if not wanted:

@@ -11,6 +11,7 @@ from relax_hpc.errors import EngineError
 from relax_hpc.fleet.control import EngineControl
 from relax_hpc.fleet.members import Member
 from relax_hpc.records import read_json
+from relax_hpc.storage import delete
 
 
 class Load(NamedTuple):
@@ -81,5 +82,5 @@ def _receipts(
         if record is None:
             raise EngineError(f"its rank {rank} left no {path}")
         receipts.append(Receipt(**record))
-        path.unlink()
+        delete(path)
     return receipts

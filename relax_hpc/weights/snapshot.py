@@ -4,11 +4,11 @@ All ranks of the trainer write, each its share. A folder gets its name by a rena
 complete, and is never changed afterwards.
 """
 
-import shutil
 import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from relax_hpc.models.weight_files import (
     Manifest,
     plan_files,
 )
-from relax_hpc.storage import patiently
+from relax_hpc.storage import delete_folder, patiently
 from relax_hpc.weights.quantize import Quantizer
 
 _KEPT = 2
@@ -94,12 +94,11 @@ class SnapshotWriter:
         Raises:
             SnapshotError: that cannot be written.
         """
-        self._clean_up(in_use)
         name = f"v{version:06d}-{uuid.uuid4().hex[:8]}"
         draft = self._draft(name)
 
         def make() -> None:
-            shutil.rmtree(draft, ignore_errors=True)  # of an attempt that failed
+            delete_folder(draft)  # of an attempt that failed
             draft.mkdir(parents=True)
             hf_folder.copy_all_but_weights(self._model_folder, draft)
             hf_folder.set_dtype(draft, self._dtypes)
@@ -107,9 +106,10 @@ class SnapshotWriter:
                 hf_folder.set_quantization(draft, self._quantizer.config_json)
 
         try:
+            patiently(self._root, partial(self._clean_up, in_use), small=True)
             patiently(draft, make)
         except OSError as error:
-            shutil.rmtree(draft, ignore_errors=True)
+            delete_folder(draft)
             raise self._error(version, [str(error)]) from error
         return name
 
@@ -157,7 +157,7 @@ class SnapshotWriter:
 
     def discard(self, name: str) -> None:
         """Removes what could not be finished."""
-        shutil.rmtree(self._draft(name), ignore_errors=True)
+        delete_folder(self._draft(name))
 
     def _draft(self, name: str) -> Path:
         return self._root / f".{name}{_TORN}"
@@ -176,7 +176,7 @@ class SnapshotWriter:
                     path.unlink()
         for path in [*torn, *complete[: 1 - _KEPT]]:
             if path not in in_use:
-                shutil.rmtree(path, ignore_errors=True)
+                delete_folder(path)
 
     def _error(self, version: int, problems: Sequence[str]) -> SnapshotError:
         return SnapshotError(f"{self._root}: v{version} was not written: {'; '.join(problems)}")

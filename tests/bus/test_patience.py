@@ -2,15 +2,14 @@
 
 import errno
 import hashlib
-import os
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import pytest
 from bus_fixtures import group, make_bus, whole_batch
+from failing_calls import DONE, HALF, UNDONE, failing
 from file_systems import small_tmpfs
 
 from relax_hpc import records, storage
@@ -24,11 +23,6 @@ from relax_hpc.bus.sequencer import Sequencer
 
 pytestmark = pytest.mark.long
 
-CALLS = (
-    *("open", "read", "write", "pwrite", "pwritev", "preadv", "fsync", "rename", "replace", "link"),
-    *("unlink", "mkdir", "listdir", "stat", "fstat", "close"),
-)
-UNDONE, DONE, HALF = "undone", "done", "half"
 P, STEPS = 2, 2
 LONG = 40
 
@@ -41,64 +35,6 @@ def patient(tmp_path, monkeypatch):
     storage.settle(60.0)
     yield
     storage.settle(0.0)
-
-
-class Faults:
-    """Makes one system call on files below a folder fail: the nth, counted from 1.
-
-    Args:
-        how: whether what was asked for has happened all the same, or half of a write.
-    """
-
-    def __init__(self, root, nth, code, how):
-        self._root, self._nth, self._code, self._how = f"{root}/", nth, code, how
-        self.count, self.call = 0, None
-
-    def wrapped(self, name, real):
-        def call(*args, **kwargs):
-            if threading.current_thread() is not threading.main_thread() or self._elsewhere(args):
-                return real(*args, **kwargs)
-            self.count += 1
-            if self.count != self._nth:
-                return real(*args, **kwargs)
-            self.call, path = name, self._path(args)
-            result = self._half(name, real, args) if self._how == HALF else None
-            if self._how == DONE or name == "close":  # a descriptor is gone, error or not
-                result = real(*args, **kwargs)
-            if name == "open" and result is not None:
-                os.close(result)
-            raise OSError(self._code, os.strerror(self._code), path)
-
-        return call
-
-    @staticmethod
-    def _half(name, real, args):
-        if name == "pwritev":
-            real(args[0], [b"".join(args[1])[:100]], args[2])
-        elif name in ("write", "pwrite"):
-            real(args[0], args[1][: len(args[1]) // 2], *args[2:])
-
-    def _path(self, args):
-        path = args[0] if args else "."
-        return os.fspath(
-            Path(f"/proc/self/fd/{path}").readlink() if isinstance(path, int) else path
-        )
-
-    def _elsewhere(self, args):
-        try:
-            path = self._path(args)
-        except OSError:
-            return True
-        return not path.startswith(self._root)
-
-
-@contextmanager
-def failing(monkeypatch, root, nth, code, how):
-    faults = Faults(root, nth, code, how)
-    with monkeypatch.context() as patch:
-        for name in CALLS:
-            patch.setattr(os, name, faults.wrapped(name, getattr(os, name)))
-        yield faults
 
 
 class Run:

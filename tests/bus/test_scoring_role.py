@@ -1,6 +1,8 @@
 """The reference role on a real bus: a model that only says back what it was given."""
 
+import errno
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -172,7 +174,7 @@ def test_a_full_file_system_delays_and_loses_nothing(paths, tmp_path, monkeypatc
     def put_if_there_is_space(self, *args, **options):
         if refusals:
             refusals.pop()
-            raise BusFullError("no space left")
+            raise BusFullError(Path("shard"), OSError(errno.ENOSPC, "no space left"))
         return put(self, *args, **options)
 
     monkeypatch.setattr(SidecarWriter, "put", put_if_there_is_space)

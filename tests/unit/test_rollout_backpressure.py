@@ -1,8 +1,10 @@
 """The rollout loop when the bus says no, or wants something again."""
 
 import asyncio
+import errno
 import threading
 import time
+from pathlib import Path
 
 import episode_fakes
 import numpy as np
@@ -124,7 +126,7 @@ def test_routed_experts_reach_the_bus_and_are_asked_for_only_where_something_is_
     assert set(sampler.asked) == {(1.0, True), (0.0, False)}
 
 
-def test_a_full_file_system_stops_new_samples_and_loses_none(tmp_path, monkeypatch):
+def test_a_full_file_system_stops_new_samples_and_loses_none(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(durable, "FULL_RETRY_S", 0.2)
     paths, sampler = make_bus(tmp_path), Sampler()
     refused = []
@@ -134,7 +136,7 @@ def test_a_full_file_system_stops_new_samples_and_loses_none(tmp_path, monkeypat
         def put(groups):
             if len(refused) < 3:
                 refused.append((time.monotonic(), len(groups)))
-                raise BusFullError("no space")
+                raise BusFullError(Path("shard"), OSError(errno.ENOSPC, "no space left"))
             return real(groups)
 
         monkeypatch.setattr(producer, "put", put)
@@ -147,6 +149,8 @@ def test_a_full_file_system_stops_new_samples_and_loses_none(tmp_path, monkeypat
     assert record.guids == [0, 1, 2, 3]
     times = [when for when, _ in refused]
     assert times[1] - times[0] >= 0.2  # not hammered
+    [line] = [line for line in caplog.messages if "no space" in line]
+    assert line.startswith("shard (owner ") and "nothing is lost: make room" in line
     assert audit(paths).committed == PROMPTS * SIBLINGS
 
 
@@ -155,7 +159,7 @@ def test_nothing_new_is_started_while_finished_groups_find_no_space(monkeypatch)
 
     def publish(producer, groups, events):
         if not space:
-            raise BusFullError("no space")
+            raise BusFullError(Path("shard"), OSError(errno.ENOSPC, "no space left"))
 
     monkeypatch.setattr(rollout, "publish", publish)
     monkeypatch.setattr(durable.time, "monotonic", lambda: now)

@@ -116,8 +116,7 @@ def write(
         length = patiently(path, publish, errors=PASSING)
     except OSError as error:
         if is_full(error):
-            remedy = "free space or raise the quota"
-            raise BusFullError(f"{path}: {error.strerror}; {remedy}") from error
+            raise BusFullError(path, error) from error
         raise BusError(f"{path}: cannot be written: {error.strerror}") from error
     return ShardInfo(uuid, length, rows, int(offsets[-1]))
 

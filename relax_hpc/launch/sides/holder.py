@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, get_args
 
-from relax_hpc import job_file, permissions
+from relax_hpc import job_file, permissions, storage
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.config.run import RunConfig
@@ -206,11 +206,12 @@ class Holder:
 
     def _lower(self) -> None:
         if self._flag(self._side) == self._attempt:
-            self._paths.away(self._side).unlink(missing_ok=True)
+            storage.delete(self._paths.away(self._side))
 
 
 def main() -> None:
     args = _parse()
+    storage.settle()
     permissions.adopt(args.run_dir)
     logging.basicConfig(
         level=logging.WARNING,
@@ -222,6 +223,7 @@ def main() -> None:
     paths = RunPaths(args.run_dir)
     config = job_file.read_resolved(paths.config)
     assert isinstance(config, RunConfig)
+    storage.settle(config.launch.peer_timeout_s, reserve=paths.reserve)
     holder = Holder(config, paths, args.side, args.job_id)
     if args.leave:
         holder.leave()

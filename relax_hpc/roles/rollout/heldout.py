@@ -15,7 +15,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.records import read_bytes, read_json, write_json, write_text
 from relax_hpc.roles.rollout.episodes import Episode
-from relax_hpc.storage import names, patiently
+from relax_hpc.storage import delete, names, patiently
 from relax_hpc.telemetry.logs import OF_ALL
 
 log = logging.getLogger(__name__)
@@ -191,8 +191,7 @@ class Board:
         own = self._paths.heldout_shares(self._rank)
         with self._of_all:
             write_json(own, (read_json(own) or {}) | {due.key: share})
-        part = self._part(due)
-        patiently(part, lambda: part.unlink(missing_ok=True))
+        delete(self._part(due))
         found = [share, *self._others(due.key)]
         if len(found) == self.size:
             log.info("%s", _line(due, found), extra=OF_ALL)

@@ -19,9 +19,10 @@ from relax_hpc.media import recipe
 from relax_hpc.paths import BusPaths, RunPaths
 from relax_hpc.prompts import order, tokenizer
 from relax_hpc.prompts.source import Examined
-from relax_hpc.records import read_json, write_json, write_text
+from relax_hpc.records import read_bytes, read_json, write_json, write_text
 from relax_hpc.roles.rollout import decode_check
 from relax_hpc.roles.rollout.prompt_check import Sources, check_lengths, examine
+from relax_hpc.storage import patiently
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +164,10 @@ def _key(config: RunConfig, sources: Sources, size: int) -> str:
         config.prompts.model_dump(mode="json"),
         [each.columns.model_dump() for each in config.eval.values()],
         config.reward.model_dump(mode="json", include={"name", "terms"}),
-        [[str(file), (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files],
+        [
+            [str(file), (stat := patiently(file, file.stat)).st_size, stat.st_mtime_ns]
+            for file in files
+        ],
         [_hash_of(config.model.path / name) for name in (*tokenizer.READ, *recipe.READ)],
     ]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
@@ -171,6 +175,6 @@ def _key(config: RunConfig, sources: Sources, size: int) -> str:
 
 def _hash_of(file: Path) -> str:
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
+        return hashlib.sha256(read_bytes(file)).hexdigest()
     except OSError:
         return ""

@@ -7,6 +7,7 @@ environment is run again from its start, and its calls are answered from the rec
 import hashlib
 import logging
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 from relax_hpc.bus.durable import Space
@@ -14,6 +15,7 @@ from relax_hpc.bus.producer import Producer
 from relax_hpc.config.run import RunConfig
 from relax_hpc.environments.record import Record, break_off, record_of
 from relax_hpc.errors import ConfigError
+from relax_hpc.records import read_bytes
 from relax_hpc.rewards.contract import Score
 from relax_hpc.roles.ending import Ending
 from relax_hpc.roles.idle import Idle
@@ -169,8 +171,9 @@ def digest_of(model: Path) -> str:
     """Digest of the files of a model from which tokens and their meaning follow."""
     found = hashlib.sha256()
     for name in _FILES:
-        path = model / name
-        found.update(f"{name} ".encode() + (path.read_bytes() if path.exists() else b""))
+        with suppress(FileNotFoundError):
+            found.update(f"{name} ".encode())
+            found.update(read_bytes(model / name))
     return found.hexdigest()
 
 

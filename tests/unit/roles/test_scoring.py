@@ -1,5 +1,7 @@
 """The reference role on two ranks, and the reference in the actor: what is scored, dealt, noted."""
 
+import errno
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -49,7 +51,7 @@ class Writer:
     def put(self, shard, columns, *, policy_version):
         assert policy_version == -1  # the model never changes
         if self.is_full:
-            raise BusFullError("no space left")
+            raise BusFullError(Path("shard"), OSError(errno.ENOSPC, "no space left"))
         [(name, values)] = columns.items()
         self.journal.note("put", shard.record.uuid, name, values.tolist())
 

@@ -36,7 +36,7 @@ from relax_hpc.engines.megatron.checkpoint.boxes import Box
 from relax_hpc.engines.megatron.checkpoint.new_file import NewFile, opened
 from relax_hpc.errors import CheckpointError, PeerTimeoutError
 from relax_hpc.records import checksum
-from relax_hpc.storage import DAMAGE_S, is_short, patiently
+from relax_hpc.storage import DAMAGE_S, is_short, move, names, patiently
 
 FOOTER = struct.Struct("<8sQI4x")
 """MAGIC, bytes of the table, its checksum; the last bytes of a part."""
@@ -91,7 +91,7 @@ def write_part(folder: Path, rank: int, boxes: Iterable[Box], objects: Mapping[s
                 part.add(key, content)
             num_bytes = part.finish()
             file.sync()
-        patiently(final, lambda: _rename(draft, final))
+        move(draft, final)
     except OSError as error:
         raise CheckpointError(f"{final}: cannot be written: {error.strerror}") from error
     return num_bytes
@@ -318,18 +318,12 @@ def _without_zip_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def _rename(draft: Path, final: Path) -> None:
-    """May be called again after it did so and was told otherwise."""
-    if draft.exists() or not final.exists():
-        draft.rename(final)
-
-
 def _wait_for_parts(
     folder: Path, num_ranks: int, timeout_s: float, cancelled: Callable[[], bool]
 ) -> None:
     deadline, missing = time.monotonic() + timeout_s, set(map(part_name, range(num_ranks)))
     while True:
-        missing -= {path.name for path in folder.iterdir()}
+        missing -= set(names(folder))
         if not missing:
             return
         if cancelled():

@@ -1,0 +1,67 @@
+"""A whole run on a disk that is full for a while: everybody holds, then goes on."""
+
+import re
+import time
+
+import pytest
+from e2e_runs import (
+    cli,
+    events_of,
+    every_prompt_once,
+    has_done,
+    hurry,
+    is_over,
+    planned,
+    status,
+    submit,
+    unhurried,
+    wait_until,
+)
+from file_systems import full, small_tmpfs
+
+STEPS, PROMPTS, SIBLINGS, MEGABYTES = 14, 8, 4, 128
+HOLDS = re.compile(r"(/\S+) \(owner (\S+)\): No space left on device; holding")
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [pytest.param(15, marks=pytest.mark.long), pytest.param(180, marks=pytest.mark.soak)],
+)
+def test_a_run_holds_while_its_disk_is_full_and_completes_with_nobody_started_again(
+    tiny, tmp_path, seconds
+):
+    with small_tmpfs(tmp_path / "disk", MEGABYTES) as run_root:
+        settings = {
+            "run_root": run_root, "reward.name": unhurried(tmp_path),
+            "schedule.num_steps": STEPS, "schedule.prompts_per_step": PROMPTS,
+            "rollout.samples_per_prompt": SIBLINGS, "rollout.groups_per_shard": 4,
+            "actor.save_every": 2, "eval.heldout.every": 0, "eval.heldout.num_prompts": 16,
+        }  # fmt: skip
+        run_dir = submit("demo", tiny, local=True, **settings).run_dir
+        try:
+            wait_until(run_dir, has_done(3), 100)
+            with full(run_root):
+                time.sleep(seconds)
+                stood = status(run_dir)["progress"]["steps_done"]
+                time.sleep(1)
+                assert status(run_dir)["progress"]["steps_done"] == stood < STEPS
+            freed = time.time()
+            hurry(tmp_path)
+            after = wait_until(run_dir, is_over, 150)
+            assert after["state"] == "COMPLETED"
+            starts = [(each["role"], each["start"]) for each in events_of(run_dir, event="start")]
+            assert sorted(starts) == [("actor", 1), ("rollout", 1)]
+            assert not events_of(run_dir, event="engine_end")
+            assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+            trajectories = after["progress"]["trajectories"]
+            assert trajectories["trained"] == STEPS * PROMPTS * SIBLINGS
+            assert trajectories["trained_twice"] == 0
+            told = {path.name: HOLDS.findall(path.read_text())
+                    for path in (run_dir / "logs").glob("*.log")}  # fmt: skip
+            assert any(told.values()), "somebody says which path has no room, and whose it is"
+            assert all(len(lines) <= 1 + seconds // 60 for lines in told.values()), told
+            went_on = min(e["time"] for e in events_of(run_dir, "actor", "step")
+                          if e["step"] == stood + 1)  # fmt: skip
+            print(f"full for {seconds} s at step {stood}; the next {went_on - freed:.1f} s after")
+        finally:
+            cli("cancel", run_dir)

@@ -1,0 +1,275 @@
+"""Every kind of record outlives one error of storage at any system call: no process ends."""
+
+import errno
+import os
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from failing_calls import DONE, UNDONE, failing
+from fake_part import NAMES
+from test_checkpoints import Trainer, checkpoints_in
+from test_scaler import House
+
+from relax_hpc import permissions, storage
+from relax_hpc.bus import layout
+from relax_hpc.bus.plan import PlanPosition
+from relax_hpc.comm.bucket import BucketPlan, Spec
+from relax_hpc.comm.world import SoloWorld
+from relax_hpc.config.rollout import WeightsConfig
+from relax_hpc.engines.child import spawn
+from relax_hpc.fleet import lease, members
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.roster import Roster, RosterEntry
+from relax_hpc.fleet.scaling import Request
+from relax_hpc.fleet.switches import Notes, forget_earlier
+from relax_hpc.launch import entry, requeue
+from relax_hpc.launch.sides.holder import Holder
+from relax_hpc.models import hf_folder
+from relax_hpc.paths import RunPaths
+from relax_hpc.records import read_json, write_json
+from relax_hpc.roles.ending import Ending
+from relax_hpc.roles.engine.parts import Parts
+from relax_hpc.roles.idle import Idle
+from relax_hpc.roles.rollout.evaluation import Due
+from relax_hpc.roles.rollout.heldout import Board, Row, Share
+from relax_hpc.roles.rollout.unfinished import digest_of
+from relax_hpc.run_secret import RunSecret
+from relax_hpc.runs import verdict
+from relax_hpc.weights.leave import SnapshotPublisher
+from relax_hpc.weights.ranks import TrainerRanks
+from relax_hpc.weights.snapshot import SnapshotWriter
+
+JOB, ATTEMPT = "7", "7.0"
+TENSORS = {"a": torch.ones(3), "b": torch.zeros(2)}
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    monkeypatch.setattr(storage, "_FIRST_S", 0.0001)
+    monkeypatch.setattr(storage, "_LONGEST_S", 0.001)
+    monkeypatch.setattr(requeue, "tell", lambda *_: None)
+    monkeypatch.setattr(requeue, "output_of", lambda *_: None)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # a disk takes its time
+    storage.settle(60.0)
+
+
+class PatientTrainer(Trainer):
+    """Its parts outlive errors, as those of `engines.megatron.checkpoint` do."""
+
+    def checkpoint_part(self, *, copy):
+        part = super().checkpoint_part(copy=copy)
+        write, write_names = part.write, part.write_names
+        part.write = lambda folder: storage.patiently(folder, lambda: write(folder))
+        part.write_names = lambda folder, **kwargs: storage.patiently(
+            folder, lambda: write_names(folder, **kwargs)
+        )
+        return part
+
+    def damage(self, folder):
+        return None if storage.exists(folder / NAMES) else f"{folder / NAMES}: is not there"
+
+    def load(self, folder):
+        storage.patiently(folder, lambda: super(PatientTrainer, self).load(folder))
+
+
+def of_members(paths):
+    seen = members.follow(paths)
+    for state in ("STARTING", "HEALTHY"):
+        members.announce(paths, Member("rollout-0", "1", "", 1, "embedded", state))
+    members.announce_extras(paths, ["extra-1"])
+    return seen.get("rollout-0")[0].state, members.extras(paths), members.find(paths, "extra-1")
+
+
+def of_weights(paths):
+    Roster(3, {"rollout-0": RosterEntry("1", 3, "ACTIVE")}).write(paths)
+    lease.give(paths, ATTEMPT, "engines")
+    return Roster.read(paths).serves("rollout-0", "1"), lease.is_with_engines(paths, ATTEMPT)
+
+
+def of_switches(paths):
+    member = Member("rollout-0", "1", "", 1, "embedded", "HEALTHY")
+    for version in (1, 40):  # the second one deletes the first
+        Notes(paths).note(member, version, [])
+    there = storage.names(paths.switch("rollout-0", "1", 1).parent)
+    forget_earlier(paths, "rollout-0")
+    return there
+
+
+def of_ends(paths):
+    """A task hears of the end, saves and keeps; Slurm refuses, and it comes again."""
+    told = []
+    ending, keeps = Ending(paths, ATTEMPT), Ending(paths, ATTEMPT, paths.keeps(ATTEMPT, 0))
+    ending.will_save()
+    keeps.will_save()
+    told += [requeue.announce(JOB, paths.root), requeue.announce(JOB, paths.root)]
+    told += [ending.is_near(), requeue.is_unsaved(paths.all_keeps(ATTEMPT))]
+    keeps.saved(2)
+    ending.saved(4)
+    told.append(requeue.is_unsaved([*paths.all_keeps(ATTEMPT), paths.saves(ATTEMPT)]))
+    write_json(paths.ending(ATTEMPT), {"refused": "no"})
+    told.append(requeue.announce(JOB, paths.root))
+    write_json(paths.cancelled(JOB), {})
+    return [*told, requeue.ask(JOB, paths.root)]
+
+
+def of_sides(paths):
+    config = SimpleNamespace(num_steps=4, launch=SimpleNamespace(idle_s=9))
+    Idle(paths.idle(ATTEMPT, "actor-0"))._say(5.0)
+    holder = Holder(config, paths, "training", JOB)
+    holder.raise_flag()
+    raised = read_json(paths.away("training"))
+    holder._lower()
+    return holder.idle_since(), raised, storage.exists(paths.away("training"))
+
+
+def of_heldout(paths):
+    board, due = Board(paths, 0, 1), Due("heldout", "after", 0)
+    row = Row(0, 0, 1.0, {}, 3, 3, "stop", 5, ["2"])
+    board.begin(due)
+    board.keep(due, [row])
+    kept, again = board.kept_last([due]), board.begin(due)
+    board.add(due, Share.of([row]), [row])
+    return kept, again == [row], board.begun("heldout"), board.kept_last([due])
+
+
+def of_verdicts(paths):
+    verdict.give(paths.root, JOB, "requeued", "again")
+    verdict.give(paths.root, JOB, "restarted", "says less")
+    return verdict.read(paths.root).words
+
+
+def of_engines(paths):
+    """Of several nodes, and the log of a start."""
+    parts = Parts(paths, "rollout-0", 2)
+    with parts.called("1"):
+        write_json(paths.engine_part("rollout-0", 1), {"start": "1", "node": "n", "reason": "died"})
+        why = parts.end("1")
+    parts.dismiss("1")
+    with spawn(["true"], paths.engine_log("rollout-0", "1"), {}) as engine:
+        engine._process.wait(30)
+        return why, read_json(paths.engine_call("rollout-0"))["over"], engine.output()
+
+
+def of_starts(paths):
+    """What a task looks at before it begins."""
+    entry.check_own(paths, paths.submission)
+    return permissions.umask_of(paths.root), RunSecret.read(paths.secret).derive("x")
+
+
+def of_checkpoints(paths):
+    """Saved, one of them torn, passed over and set aside, and rotated; two are kept for good."""
+    root, seen = paths.checkpoints, []
+    for step in (2, 3, 4, 5):
+        saves = checkpoints_in(root, keep=2, keep_every=2)
+        seen += saves.save(PatientTrainer(step, step), PlanPosition(1, step, step))
+    storage.delete(root / "step_00000005" / NAMES)
+    resumed = checkpoints_in(root).resume(trainer := PatientTrainer(0))
+    there = {each: storage.names(root / each) for each in (".", "kept", "torn")}
+    left = {each: [name[:13] for name in found] for each, found in there.items()}
+    return [save.failure for save in seen], resumed.step, trainer.weight, left
+
+
+def of_models(paths):
+    for _ in range(2):  # the second one replaces the first
+        hf_folder.write(paths.hf(2), iter(TENSORS.items()), paths.root / "model", shard_bytes=12)
+    return storage.names(paths.hf(2)), digest_of(paths.hf(2))
+
+
+def of_snapshots(paths):
+    """Three, so that one goes; a trainer that was restarted is behind, and leaves none."""
+    specs = [Spec(name, each.dtype, tuple(each.shape)) for name, each in TENSORS.items()]
+    writer = SnapshotWriter(paths.weights, specs, SoloWorld(), paths.root / "model")
+    ranks, plan = TrainerRanks(SoloWorld(), writer, {}), BucketPlan.of(specs, 1 << 20)
+    said = []
+    for version in (1, 2, 3, 1):
+        publisher = SnapshotPublisher(WeightsConfig(), paths, plan, ranks)
+        done = publisher.publish(version, iter(TENSORS.items()))
+        said.append((done.transport, done.error))
+    return said, [name[:7] for name in storage.names(paths.weights)]
+
+
+def of_scales(paths):
+    """A request that is cancelled before it was begun, and one that is fulfilled."""
+    house = House(paths.root)
+    try:
+        for number, engines in ((1, 2), (2, 2)):
+            asked = Request(number, "out", engines, None, 0.0, 0.0)
+            write_json(house.paths.scale_request(number), asdict(asked))
+        write_json(house.paths.scale_cancel(1), {})
+        running = house.scaler()
+        for _ in range(3):
+            running.tick()
+        before = house.states
+        running.end(0.0)
+        return before, house.states, storage.exists(house.paths.drain("extra-1"))
+    finally:
+        house.kill(*house.processes)
+
+
+KINDS = {
+    of_members: "members member extras",
+    of_weights: "roster lease",
+    of_switches: "switch switches",
+    of_ends: "ending saves critic_saves keeps all_keeps cancelled",
+    of_sides: "idle away",
+    of_heldout: "heldout_shares eval_rows eval_part",
+    of_verdicts: "verdict",
+    of_engines: "engine_call engine_part engine_log",
+    of_starts: "config programs secret submission component",
+    of_checkpoints: "checkpoints critic_checkpoints",
+    of_models: "hf exported_model",
+    of_snapshots: "weights snapshot",
+    of_scales: "scale_state scale_request scale_cancel drain",
+}
+"""What is done with records -> those of `RunPaths` that it is about."""
+OTHERS = {
+    "tests/bus/test_patience.py": "bus",
+    "a folder of others": "control scale events_folder",
+    "tests/unit/test_storage.py": "reserve",
+    "dropped and counted, tests/unit/test_storage.py": "events log",
+    "read and written by commands, which tell what they are told": "launch_record launch_claim "
+    "config_before replay replayed summary reward_curve loss_curve timeline view",
+    "read and written by curves and messages, of which a run does not depend": "tensorboard "
+    "tensorboard_made exported notified",
+    "written and read by functions of `records`, and nothing else": "prompt_rows left_out "
+    "rendezvous",
+    "of watchdogs, who leave out what they are refused": "hangs",
+    "of torch": "collectives",
+}
+"""Why a record is not tried here -> those of `RunPaths`."""
+FAULTS = (errno.ESTALE, UNDONE), (errno.EIO, DONE)
+
+
+@pytest.mark.parametrize("use", KINDS, ids=lambda use: use.__name__)
+def test_one_error_at_any_call_on_any_kind_of_record_changes_nothing(tmp_path, monkeypatch, use):
+    def begun(name):
+        paths = RunPaths(tmp_path / name)
+        (paths.root / "model").mkdir(parents=True)
+        paths.submission.mkdir()
+        (paths.root / "model" / "config.json").write_text("{}")
+        for each in (paths.root, paths.submission):
+            each.chmod(0o700)
+        paths.secret.write_text("ab" * 32)
+        paths.secret.chmod(0o600)
+        layout.create(paths.bus, ["rollout-0"], {})
+        return paths
+
+    undisturbed = use(begun("undisturbed"))
+    for nth in range(1, 10_000):
+        paths, fault = begun(str(nth)), FAULTS[nth % 2]
+        with failing(monkeypatch, paths.root, nth, *fault, in_any_thread=True) as faults:
+            found = use(paths)
+        if faults.call is None:
+            break
+        assert found == undisturbed, (nth, faults.call, fault)
+    assert nth > 4, "too few places"
+
+
+def test_every_record_of_a_run_is_of_a_kind_that_was_tried_or_no_process_needs_it():
+    """A kind that is new is tried above, or somebody has said why it need not be."""
+    declared = {name for name in vars(RunPaths) if not name.startswith("_")} - {"root"}
+    tried = {name for names in KINDS.values() for name in names.split()}
+    left_out = {name for names in OTHERS.values() for name in names.split()}
+    assert not tried & left_out and declared == tried | left_out
