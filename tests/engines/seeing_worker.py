@@ -1,10 +1,12 @@
 """The functions that tests of a trainer that sees run on ranks of a pool."""
 
+import forward_worker
 import megatron_worker
-from megatron_worker import _state, gradients, logprobs, train, weights
+from forward_worker import scorer_logprobs
+from megatron_worker import _shares, _state, gradients, logprobs, train, weights
 from seen_rows import pixels_of
 
-__all__ = ["gradients", "logprobs", "train", "weights"]
+__all__ = ["gradients", "logprobs", "scorer_logprobs", "train", "weights"]
 
 
 def _pixels(wanted):
@@ -18,9 +20,32 @@ def open_trainer(config):
     _state["trainer"].see_by(_pixels)
 
 
+def open_scorer():
+    """A model that only scores, beside the trainer, of the same job."""
+    forward_worker.open_scorer(_state["config"])
+    _state["scorer"].see_by(_pixels)
+
+
+def keep():
+    _state["trainer"].keep("first")
+
+
+def kept_logprobs(rows):
+    """Does as `logprobs` under the weights that were kept."""
+    ((_, micro_batches),) = _shares(rows)
+    found = _state["trainer"].kept_logprobs("first", rows, micro_batches)
+    return {row: found[row] for batch in micro_batches for row in batch}
+
+
 def read():
     """Numbers of the media whose pixels this rank has read since it was opened."""
     return [int.from_bytes(digest, "little") for digest in _state["read"]]
+
+
+def media_of_micro_batches(rows):
+    """How many media there are in each micro-batch of this rank."""
+    ((_, micro_batches),) = _shares(rows)
+    return [sum(len(rows[row].media) for row in batch) for batch in micro_batches]
 
 
 def optimizer_elements():

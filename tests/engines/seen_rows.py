@@ -171,6 +171,15 @@ def mixed_rows():
     return rows, np.random.default_rng(0).normal(size=len(rows)).astype(np.float32)
 
 
+def rows_of_one(medium):
+    """A row with a medium, the others text: with a budget of 90 tokens, a rank has micro-batches
+    of text alone before and behind it; of two ranks that share the rows, one has no medium."""
+    lengths = (35, 35, 50, 45)  # beside 5 tokens of a prompt
+    rows = [row(0, [medium])]
+    rows += [row(guid, [], response=length) for guid, length in enumerate(lengths, 1)]
+    return rows, np.random.default_rng(1).normal(size=len(rows)).astype(np.float32)
+
+
 def mixed_rows_heard():
     """The same with sounds, among them one shorter than a chunk, and videos that are timed, two of
     them with their sound; one of these is seen elsewhere without it."""

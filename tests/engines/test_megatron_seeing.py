@@ -1,17 +1,37 @@
 """A model that sees: on every grid the trainer gives what Hugging Face gives."""
 
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import megatron_worker
 import numpy as np
 import pytest
 import seeing_worker as worker
 import torch
-from megatron_reference import clear_gradient, collect
+from megatron_reference import collect
 from megatron_worker import job
 from safetensors.torch import load_file
-from seeing_grids import assert_equal_to, assert_refused, long
-from seen_rows import IMAGE, counted, logprobs_of, make, mixed_rows, tokens_of
+from seeing_grids import (
+    FULL,
+    assert_alike_when_recomputed,
+    assert_equal_to,
+    assert_frozen,
+    assert_refused,
+    assert_scores,
+    long,
+    sees_in,
+)
+from seen_rows import (
+    IMAGE,
+    counted,
+    image,
+    logprobs_of,
+    make,
+    mixed_rows,
+    rows_of_one,
+    tokens_of,
+)
 from seen_rows import reference as hugging_face
 from transformers import AutoModelForImageTextToText
 
@@ -29,9 +49,7 @@ from relax_hpc.roles.training.check import check_model
 GRIDS = {
     "one": (1, {}, {}),
     "one, small chunks": (1, {}, {"actor": {"tower_patches": 20}}),
-    "recomputed": (1, {}, {"transformer": {
-        "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
-    }}),
+    "recomputed": (1, {}, {"transformer": FULL}),
     "tp2": (2, {"tensor_parallel": 2}, {}),
     "pp2": (2, {"pipeline_parallel": 2}, {}),
     "cp2": (2, {"context_parallel": 2}, {}),
@@ -42,6 +60,7 @@ MORE_GRIDS = {
     "tp2_cp2": (4, {"tensor_parallel": 2, "context_parallel": 2}, {}),
     "dp2, overlapped": (2, {"data_parallel": 2}, {"optimizer": {"ddp": {
         "overlap_grad_reduce": True, "bucket_size": 40_000}}}),
+    "pp2_vpp2": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}, {}),
 }  # fmt: skip
 
 
@@ -63,10 +82,42 @@ def open_grid(ranks, reference, grid, frozen=(), **more):
     return pool
 
 
-@pytest.mark.parametrize("grid", [*GRIDS, *long(*MORE_GRIDS)])
+@pytest.mark.parametrize("grid", [*GRIDS, *long("tp2_pp2", "tp2_cp2", "dp2, overlapped")])
 def test_a_grid_equals_hugging_face(ranks, reference, grid):
     """Logprobs, gradients, and the weights after two updates with torch's AdamW."""
     assert_equal_to(reference, lambda: open_grid(ranks, reference, grid))
+
+
+@pytest.mark.long
+def test_a_grid_of_virtual_stages_equals_hugging_face(ranks, tmp_path):
+    """A model of 6 layers, 3 of which take features, is too shallow for it."""
+    deeper = hugging_face(tmp_path, make(tmp_path, deeper=True), *mixed_rows())
+    assert_equal_to(deeper, lambda: open_grid(ranks, deeper, "pp2_vpp2"))
+
+
+@pytest.mark.parametrize("grid", long("tp2", "pp2", "cp2", "dp2"))
+def test_layers_that_are_computed_again_give_the_same_update(ranks, reference, grid):
+    assert_alike_when_recomputed(reference, partial(open_grid, ranks, reference, grid))
+
+
+@pytest.mark.parametrize("grid", ["one", *long("tp2", "pp2", "cp2")])
+def test_kept_weights_and_a_model_that_only_scores_see_as_hugging_face(ranks, reference, grid):
+    assert_scores(reference, open_grid(ranks, reference, grid))
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("sparse")
+    return hugging_face(folder, make(folder), *rows_of_one(image(1, 4, 6)))
+
+
+@pytest.mark.parametrize("grid", ["one", "dp2, overlapped", *long("dp2", "tp2", "pp2", "cp2")])
+def test_ranks_and_micro_batches_without_media_equal_hugging_face(ranks, sparse, grid):
+    media = open_grid(ranks, sparse, grid).call(worker.media_of_micro_batches, rows=sparse.rows)
+    alone = {"dp2": [[0, 0], [1, 0]], "dp2, overlapped": [[0, 0], [1, 0]]}
+    assert media == alone.get(grid, [[0, 1, 0]] * len(media))
+    assert_equal_to(sparse, lambda: open_grid(ranks, sparse, grid))
 
 
 @pytest.mark.parametrize("grid", ["one", "tp2", "dp2", "pp2"])
@@ -198,47 +249,32 @@ def test_a_field_that_would_be_computed_otherwise_is_refused_by_name(
     assert_refused(reference.folder, tmp_path, part, key, value, message)
 
 
-FROZEN = {
-    "vision": ["model.visual."],
-    "vision_projection": ["model.visual.merger.", "model.visual.deepstack_merger_list."],
-    "language": ["model.language_model.", "lm_head."],
-}
+PARTS = [
+    ["language"], ["vision"], ["vision_projection"], ["vision", "vision_projection"],
+    ["language", "vision"],
+]  # fmt: skip
+FURTHER = [
+    ("pp2", ["vision_projection"]), ("pp2", ["vision", "vision_projection"]),
+    ("dp2, overlapped", ["vision", "vision_projection"]), ("dp2, overlapped", ["language"]),
+]  # fmt: skip
 
 
-def is_in(name, parts):
-    vision, mergers = FROZEN["vision"], FROZEN["vision_projection"]
-    part = "language"
-    if name.startswith(tuple(vision)):
-        part = "vision_projection" if name.startswith(tuple(mergers)) else "vision"
-    return part in parts
-
-
-@pytest.mark.parametrize("grid", ["one", *long("recomputed", "tp2", "cp2")])
 @pytest.mark.parametrize(
-    "parts", [["language"], ["vision"], ["vision_projection"], ["vision", "vision_projection"],
-              ["language", "vision"]], ids="+".join,
-)  # fmt: skip
+    ("grid", "parts"),
+    [
+        *(pytest.param("one", parts, id="+".join(parts)) for parts in PARTS),
+        *(
+            pytest.param(grid, parts, id=f"{grid}-{'+'.join(parts)}", marks=pytest.mark.long)
+            for grid, parts in [*product(["recomputed", "tp2", "cp2"], PARTS), *FURTHER]
+        ),
+    ],
+)
 def test_frozen_parts_do_not_move_and_the_others_learn_as_ever(ranks, reference, grid, parts):
     """Bitwise; they have no state of the optimizer, and what learns has the gradient it had."""
     pool = open_grid(ranks, reference, grid, frozen=parts)
-    (before, *_) = pool.call(worker.weights)
-    states = pool.call(worker.optimizer_elements)
-    batch = {"rows": reference.rows, "advantages": reference.advantages}
-    metrics = pool.call(worker.train, **batch)
-    learning = {n: g for n, g in reference.gradients[0].items() if not is_in(n, parts)}
-    norm = np.sqrt(sum((gradient**2).sum() for gradient in learning.values()))
-    assert metrics[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    for after in pool.call(worker.weights):
-        for name, theirs in reference.steps[0].items():
-            if is_in(name, parts):
-                assert np.array_equal(after[name], before[name]), name
-                continue
-            clear = clear_gradient(reference, name)
-            worst = np.abs(after[name] - theirs)[clear]
-            assert worst.size == 0 or worst.max() < 1e-5, name
+    states, learning = assert_frozen(reference, pool, lambda name: sees_in(name, parts))
     if grid in ("one", "recomputed"):
-        assert states == [sum(gradient.size for gradient in learning.values())]
-    pool.call(worker.train, **batch)
+        assert states == [learning]
 
 
 def test_parts_that_are_not_there_or_all_of_them_are_refused(reference, tmp_path):

@@ -1,16 +1,25 @@
 """A model that sees and hears: on every grid the trainer gives what Hugging Face gives."""
 
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import megatron_worker
 import numpy as np
 import pytest
 import seeing_worker as worker
 import torch
-from megatron_reference import clear_gradient, collect
+from megatron_reference import collect
 from megatron_worker import job
 from safetensors.torch import load_file, save_file
-from seeing_grids import assert_equal_to, long
+from seeing_grids import (
+    FULL,
+    assert_alike_when_recomputed,
+    assert_equal_to,
+    assert_frozen,
+    assert_scores,
+    long,
+)
 from seen_rows import (
     AUDIO,
     counted,
@@ -33,7 +42,6 @@ from relax_hpc.models.hf_files import SINGLE
 from relax_hpc.models.registry import read_architecture
 from relax_hpc.roles.training.check import check_model, check_weights
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 GRIDS = {
     "one": (1, {}, {}),
     "one, small chunks": (1, {}, {"actor": {"tower_patches": 60}}),
@@ -103,6 +111,16 @@ def test_a_grid_equals_hugging_face(ranks, reference, grid):
 def test_a_grid_of_virtual_stages_equals_hugging_face(ranks, deeper, grid):
     assert read_architecture(deeper.folder).num_layers == 8
     assert_equal_to(deeper, lambda: open_grid(ranks, deeper, grid))
+
+
+@pytest.mark.long
+def test_layers_that_are_computed_again_give_the_same_update(ranks, reference):
+    assert_alike_when_recomputed(reference, partial(open_grid, ranks, reference, "ep2"))
+
+
+@pytest.mark.parametrize("grid", long("one", "ep2"))
+def test_kept_weights_and_a_model_that_only_scores_hear_as_hugging_face(ranks, reference, grid):
+    assert_scores(reference, open_grid(ranks, reference, grid))
 
 
 @pytest.mark.parametrize("grid", ["one", "tp2", "pp2", *long("dp2", "cp2")])
@@ -228,34 +246,26 @@ def part_of(name):
     return max(fitting, key=lambda part: len(FROZEN[part]), default="language")
 
 
-@pytest.mark.parametrize("grid", ["one", *long("tp2", "cp2")])
+TOWERS = ["audio", "audio_projection", "vision", "vision_projection"]
+PARTS = [["audio"], ["audio_projection"], ["language", "vision", "vision_projection"], TOWERS]
+
+
 @pytest.mark.parametrize(
-    "parts",
-    [["audio"], ["audio_projection"], ["language", "vision", "vision_projection"],
-     ["audio", "audio_projection", "vision", "vision_projection"]], ids="+".join,
-)  # fmt: skip
+    ("grid", "parts"),
+    [
+        *(pytest.param("one", parts, id="+".join(parts)) for parts in PARTS),
+        *(
+            pytest.param(grid, parts, id=f"{grid}-{'+'.join(parts)}", marks=pytest.mark.long)
+            for grid, parts in [*product(["tp2", "cp2"], PARTS), ("ep2", PARTS[2]), ("ep2", TOWERS)]
+        ),
+    ],
+)
 def test_frozen_parts_do_not_move_and_the_others_learn_as_ever(ranks, reference, grid, parts):
     """Bitwise; they have no state of the optimizer, and what learns has the gradient it had."""
     pool = open_grid(ranks, reference, grid, frozen=parts)
-    (before, *_) = pool.call(worker.weights)
-    states = pool.call(worker.optimizer_elements)
-    batch = {"rows": reference.rows, "advantages": reference.advantages}
-    metrics = pool.call(worker.train, **batch)
-    learning = {n: g for n, g in reference.gradients[0].items() if part_of(n) not in parts}
-    assert 0 < len(learning) < len(reference.gradients[0])
-    norm = np.sqrt(sum((gradient**2).sum() for gradient in learning.values()))
-    assert metrics[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    for after in pool.call(worker.weights):
-        for name, theirs in reference.steps[0].items():
-            if part_of(name) in parts:
-                assert np.array_equal(after[name], before[name]), name
-                continue
-            clear = clear_gradient(reference, name)
-            worst = np.abs(after[name] - theirs)[clear]
-            assert worst.size == 0 or worst.max() < 1e-5, name
+    states, learning = assert_frozen(reference, pool, lambda name: part_of(name) in parts)
     if grid == "one":
-        assert states == [sum(gradient.size for gradient in learning.values())]
-    pool.call(worker.train, **batch)
+        assert states == [learning]
 
 
 def test_parts_that_are_not_there_or_all_of_them_are_refused(reference):

@@ -7,7 +7,7 @@ import seeing_worker as worker
 import torch
 from megatron_worker import job
 from safetensors.torch import load_file, save_file
-from seeing_grids import assert_equal_to, assert_refused, long
+from seeing_grids import FULL, assert_equal_to, assert_frozen, assert_refused, long, sees_in
 from seen_rows import logprobs_of, make, mixed_rows
 from seen_rows import reference as hugging_face
 from transformers import AutoModelForImageTextToText
@@ -17,7 +17,6 @@ from relax_hpc.engines.megatron.checkpoint import conversion
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.hf_files import SINGLE
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 GRIDS = {
     "one": (1, {}, {}),
     "ep2": (2, {"data_parallel": 2, "expert_parallel": 2}, {}),
@@ -43,9 +42,9 @@ def reference(tmp_path_factory):
     return hugging_face(folder, make(folder, kind="vl-moe"), *mixed_rows())
 
 
-def open_grid(ranks, reference, grid):
+def open_grid(ranks, reference, grid, frozen=()):
     size, layout, options = (GRIDS | MORE_GRIDS)[grid]
-    options = {"optimizer": {"weight_decay": 0.1}, **options}
+    options = {"optimizer": {"weight_decay": 0.1}, "actor": {"frozen": list(frozen)}, **options}
     pool = ranks[size]
     pool.call(
         worker.open_trainer, config=job(reference.folder, layout=layout, budget=90, **options)
@@ -56,6 +55,24 @@ def open_grid(ranks, reference, grid):
 @pytest.mark.parametrize("grid", [*GRIDS, *long(*MORE_GRIDS)])
 def test_a_grid_equals_hugging_face(ranks, reference, grid):
     assert_equal_to(reference, lambda: open_grid(ranks, reference, grid))
+
+
+TOWER = ["vision", "vision_projection"]
+
+
+@pytest.mark.parametrize(
+    ("grid", "parts"),
+    [
+        ("one", TOWER),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [("ep2", TOWER), ("ep2", ["language"]), ("tp2_ep2", TOWER)]
+        ),
+    ],
+)
+def test_frozen_parts_do_not_move_and_the_others_learn_as_ever(ranks, reference, grid, parts):
+    pool = open_grid(ranks, reference, grid, frozen=parts)
+    assert_frozen(reference, pool, lambda name: sees_in(name, parts))
 
 
 def test_an_export_is_of_the_hubs_layout_and_gives_the_same_logprobs(ranks, reference, tmp_path):
