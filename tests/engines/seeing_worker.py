@@ -1,10 +1,15 @@
 """The functions that tests of a trainer that sees run on ranks of a pool."""
 
+from collections import Counter
+
 import forward_worker
 import megatron_worker
+import torch
 from forward_worker import scorer_logprobs
 from megatron_worker import _shares, _state, gradients, logprobs, train, weights
 from seen_rows import pixels_of
+
+from relax_hpc.models.audio.tower import Tower as Ears
 
 __all__ = ["gradients", "logprobs", "scorer_logprobs", "train", "weights"]
 
@@ -16,8 +21,16 @@ def _pixels(wanted):
 
 def open_trainer(config):
     megatron_worker.open_trainer(config=config)
-    _state["read"] = []
+    _state["read"], _state["encoded"] = [], Counter()
     _state["trainer"].see_by(_pixels)
+    for tower in {sense.tower for sense in _state["trainer"]._encoder._senses.values()}:
+        tower.register_forward_pre_hook(_note)
+
+
+def _note(tower, given):
+    """Counts what a tower is given: patches [n, ...], or a spectrum [128, n]."""
+    what = "heard" if isinstance(tower, Ears) else "seen"
+    _state["encoded"][what, torch.is_grad_enabled()] += given[0].shape[what == "heard"]
 
 
 def open_scorer():
@@ -40,6 +53,12 @@ def kept_logprobs(rows):
 def read():
     """Numbers of the media whose pixels this rank has read since it was opened."""
     return [int.from_bytes(digest, "little") for digest in _state["read"]]
+
+
+def encoded():
+    """Patches, and mel frames, that went through this rank's towers since it was opened: [what is
+    seen, heard], without and then with a graph."""
+    return [[_state["encoded"][what, graph] for what in ("seen", "heard")] for graph in (0, 1)]
 
 
 def media_of_micro_batches(rows):

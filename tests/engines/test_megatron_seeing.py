@@ -147,10 +147,17 @@ def test_each_medium_is_read_and_encoded_once_by_one_rank_of_a_replica(ranks, re
         assert len(rank) == len(set(rank)), "three rows see medium 1"
     if grid != "dp2":
         assert sum(map(len, read)) == len(everything)
+    patches = sum(np.prod(each) for each in seen)
+    assert np.sum(pool.call(worker.encoded), axis=0).tolist() == 2 * [[patches, 0]]
     if grid == "tp2":
         assert all(read)
     if grid == "pp2":
         assert not read[1]
+    if grid == "one":  # medium 1 is in both halves of the batch
+        pool.call(
+            worker.train, rows=reference.rows, advantages=reference.advantages, num_portions=2
+        )
+        assert pool.call(worker.encoded) == [2 * [[patches + (patches + 24), 0]]]
 
 
 def test_weights_go_out_as_they_came_in_and_come_back_from_a_checkpoint(ranks, reference, tmp_path):

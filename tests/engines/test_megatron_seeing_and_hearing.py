@@ -146,6 +146,9 @@ def test_each_medium_is_read_and_encoded_once_by_one_rank_of_a_replica(ranks, re
         assert len(rank) == len(set(rank)), "two rows hear sound 4"
     if grid != "dp2":
         assert sum(map(len, read)) == len(everything)
+    patches = sum(np.prod(grids[number]) for number in seen if number in grids)
+    frames = sum(number // 1000 for number in seen if number in tokens)
+    assert np.sum(pool.call(worker.encoded), axis=0).tolist() == 2 * [[patches, frames]]
     if grid == "tp2":
         assert all(read)
     if grid == "pp2":

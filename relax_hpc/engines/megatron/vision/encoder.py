@@ -93,8 +93,6 @@ class Encoder:
         self._senses, self._shape, self._device = senses, shape, device
         self._patches_at_once = patches_at_once
         self.pixels: Pixels | None = None
-        self.num_encoded = 0
-        """Media that went through a tower of this rank, forward only."""
         self._chunks: list[_Chunk] = []
 
     def encode(self, micro_batches: Sequence[MicroBatch], *, learns: bool) -> Features | None:
@@ -115,7 +113,6 @@ class Encoder:
         group = mpu.get_tensor_and_context_parallel_group()
         plan = _shared_out(found, group.size(), group.rank())
         self._chunks = []
-        self.num_encoded += len(plan.own)
         towers = [sense.tower for sense in self._senses.values()]
         dtype = next(towers[0].parameters()).dtype
         width = self._shape.levels * self._shape.out_size
