@@ -44,7 +44,7 @@ from relax_hpc.errors import ConfigError, TrainingError
 from relax_hpc.media.recipe import read_recipe
 from relax_hpc.models.hf_files import SINGLE
 from relax_hpc.models.registry import read_architecture
-from relax_hpc.roles.training.check import check_model
+from relax_hpc.roles.training.check import check_model, check_trainer
 
 GRIDS = {
     "one": (1, {}, {}),
@@ -231,6 +231,35 @@ def test_a_model_whose_first_features_lie_on_a_later_stage_is_refused(reference)
     with pytest.raises(ConfigError, match=r"= 6: leaves 1 layers to the first stage, .* first 3"):
         fit.check(job(reference.folder, layout={"pipeline_parallel": 6}).actor, shape)
     assert check_model(reference.folder, job(reference.folder).actor) == shape
+
+
+_PP2, _PP3 = {"pipeline_parallel": 2}, {"pipeline_parallel": 3}
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "layers"),
+    [
+        (_PP2, {"num_layers_in_first_pipeline_stage": 2}, 2),
+        (_PP2, {"num_layers_in_last_pipeline_stage": 4}, 2),
+        (_PP2, {"num_layers_in_first_pipeline_stage": 4}, None),
+        (_PP2 | {"virtual_pipeline": 2}, {"num_layers_in_first_pipeline_stage": 2}, 1),
+        (_PP2, {"pipeline_model_parallel_layout": "Ettttt|tL"}, None),
+        (_PP2, {"pipeline_model_parallel_layout": "Et|tttttL"}, 1),
+        (_PP2 | {"virtual_pipeline": 2}, {"pipeline_model_parallel_layout": "Ett|tt|t|tL"}, 2),
+        (_PP2, {"account_for_embedding_in_pipeline_split": True,
+                "account_for_loss_in_pipeline_split": True}, None),
+        (_PP3, {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 1},
+         None),
+    ],
+)  # fmt: skip
+def test_uneven_stages_are_counted_before_anything_is_queued(reference, layout, settings, layers):
+    """A model of 6 layers, the first 3 of which features go into."""
+    config = job(reference.folder, layout=layout, transformer=settings)
+    if layers is None:
+        check_trainer(config)
+        return
+    with pytest.raises(ConfigError, match=f"leaves {layers} layers to the first .* first 3; give"):
+        check_trainer(config)
 
 
 BAD_FIELDS = [

@@ -129,7 +129,7 @@ def _parts(shape: Architecture) -> set[FrozenPart]:
 def _check_first_stage(config: MegatronConfig, shape: Architecture) -> None:
     """Features of media go into the first layers; those have to be where the tower is."""
     if shape.vision is None or any(config.transformer.get(name) for name in _UNEVEN_STAGES):
-        return  # uneven stages are looked at when they are built
+        return  # of uneven stages `transformer_config` says it
     layout, taps = config.layout, len(shape.vision.taps)
     stages = layout.pipeline_parallel * layout.virtual_pipeline
     if shape.num_layers // stages < taps:

@@ -35,7 +35,6 @@ from relax_hpc.engines.megatron.layers.embedding import RowsEmbedding
 from relax_hpc.engines.megatron.layers.logprobs import hidden_logprobs
 from relax_hpc.engines.megatron.moe import expert_layer, router
 from relax_hpc.engines.megatron.vision.attention import of_towers
-from relax_hpc.errors import ConfigError
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.models.audio import tower as audio
 from relax_hpc.models.vision import tower as vision
@@ -166,12 +165,6 @@ def _build_chunk(
         if shape.vision:
             model.vision = vision.Tower(shape.vision, of_towers(attend))
             _as_tower(model.vision, config)
-            if len(shape.vision.taps) > len(own):
-                raise ConfigError(
-                    f"features of {len(shape.vision.taps)} layers of the tower go into the first "
-                    f"layers of the model, but the first pipeline stage has {len(own)}; use fewer "
-                    "stages"
-                )
         if shape.audio:
             model.audio = audio.Tower(shape.audio, of_towers(attend))
             _as_tower(model.audio, config)

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from torch.nn import functional
 
 from relax_hpc.config.layout import MegatronConfig
@@ -12,6 +14,7 @@ from relax_hpc.engines.megatron import fit
 from relax_hpc.engines.megatron.layers import gradient_fusion
 from relax_hpc.engines.megatron.moe import expert_layer
 from relax_hpc.engines.megatron.passthrough import build, refusals
+from relax_hpc.errors import ConfigError
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.models.registry import FAMILIES
 
@@ -26,7 +29,8 @@ def transformer_config(
 
     Raises:
         ConfigError: an unknown field, one that is not the job's to set, or a value Megatron-core
-            refuses; a layout that does not divide the model.
+            refuses; a layout that does not divide the model; stages whose first has too few layers
+            for features of media.
     """
     fit.check(config, shape)
     layout = config.layout
@@ -91,7 +95,30 @@ def transformer_config(
         refused=refused,
     )
     expert_layer.check(made)
+    _check_first_chunk(made, config, shape)
     return made
+
+
+def _check_first_chunk(
+    made: TransformerConfig, config: MegatronConfig, shape: Architecture
+) -> None:
+    """Features of media go into the first layers; those have to be where the towers are.
+
+    Of even stages `fit.check` says it.
+    """
+    if shape.vision is None:
+        return
+    layout, taps = made.pipeline_model_parallel_layout, len(shape.vision.taps)
+    if isinstance(layout, PipelineParallelLayerLayout):
+        layers = layout.get_num_layers_to_build(vp_stage=0, pp_rank=0)
+    else:
+        layers = get_num_layers_to_build(made, vp_stage=0, pp_rank=0)
+    if layers < taps:
+        raise ConfigError(
+            f"{config.section}.transformer: leaves {layers} layers to the first chunk of the first "
+            f"pipeline stage, and features of images go into the model's first {taps}; give it "
+            f"{taps} at least"
+        )
 
 
 _OVERRIDABLE = {"bias_activation_fusion", "bias_dropout_fusion"}
