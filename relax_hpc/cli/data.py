@@ -65,7 +65,8 @@ def decode_media(config: "JobConfig", say: Callable[[str], None]) -> None:
 
     if not isinstance(config, RunConfig):
         raise ConfigError("--decode: a job with [sft] has no prompts with media; leave it out")
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("rows", total=None)
         found = decode_check.decode(
             config, lambda done, total: progress.update(task, completed=done, total=total)

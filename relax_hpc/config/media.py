@@ -50,5 +50,5 @@ class MediaConfig(Section):
     """Processes of a rollout task that read and decode media. If it is not set, one for each core,
     and 8 at most."""
     folder: UserPath | None = None
-    """Folder that paths of media count from, and may not leave. If it is not set, they count from
-    the folder of the data file."""
+    """Folder that paths of media count from, and may not leave, by links neither. If it is not set,
+    they count from the folder of the data file."""

@@ -40,6 +40,8 @@ class Source(NamedTuple):
     """Frames per second of `frames`, where the row says it."""
     is_of_video: bool = False
     """Whether it is the sound of a video, of which the bytes are."""
+    folder: Path | None = None
+    """Folder that its file may not leave, by links neither."""
 
     @property
     def label(self) -> str:
@@ -62,7 +64,8 @@ class Source(NamedTuple):
         """Opens it at its beginning.
 
         Raises:
-            ConfigError: there is no such file, it cannot be read, or it has no such part.
+            ConfigError: there is no such file, it cannot be read, it is outside the folder that it
+                may not leave, or it has no such part.
         """
         if self.data is not None:
             return io.BytesIO(self.data)
@@ -71,6 +74,11 @@ class Source(NamedTuple):
             file = user_files.opened(self.path, "correct the path, or remove the line")
         except ConfigError as error:
             raise MediumError(f"{self.place}: {error}") from None
+        try:
+            self._check_inside(file)
+        except ConfigError:
+            file.close()
+            raise
         if self.size is None:
             return file
         there = os.fstat(file.fileno()).st_size
@@ -81,6 +89,17 @@ class Source(NamedTuple):
                 "of the archive again"
             )
         return cast(BinaryIO, io.BufferedReader(_Part(file, self.offset, self.size)))
+
+    def _check_inside(self, file: BinaryIO) -> None:
+        """Asks for the opened file: its path may lead elsewhere by now."""
+        if self.folder is None:
+            return
+        there = Path(f"/proc/self/fd/{file.fileno()}").readlink()
+        if not there.is_relative_to(self.folder.resolve()):
+            raise self.refused(
+                f"is a link to {there}, outside prompts.media.folder = {self.folder}; copy the "
+                "file there"
+            )
 
     def read(self) -> bytes:
         """All of its bytes; raises as `opened`."""
@@ -163,12 +182,13 @@ def source_of(
         value: a path, bytes, {bytes, path}, a data: URL, "file.tar:name:offset:size"; of a video
             also a list of frames, or {frames, fps}.
         folder: where relative paths begin.
-        inside: refuse paths that lead out of it.
+        inside: refuse paths that lead out of it, here those that say so, and links where they are
+            opened.
 
     Raises:
         ConfigError: it is none of these, or a URL.
     """
-    source = Source(place, modality)
+    source = Source(place, modality, folder=folder if inside else None)
     if isinstance(value, Mapping):
         if value.get("bytes") is not None:
             source, value = source._replace(given=_name(value.get("path"))), value["bytes"]
@@ -177,7 +197,7 @@ def source_of(
     if isinstance(value, bytes):
         return source._replace(data=value)
     if isinstance(value, str) and value:
-        return _of_text(source, value, folder, inside)
+        return _of_text(source, value, folder)
     if modality == "video" and isinstance(value, list | Mapping):
         return _of_frames(source, value, folder, inside)
     raise source.refused(f"is {shown(value)}; {_FORMS}")
@@ -187,7 +207,7 @@ def _name(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _of_text(source: Source, text: str, folder: Path, inside: bool) -> Source:
+def _of_text(source: Source, text: str, folder: Path) -> Source:
     if found := _DATA.match(text):
         try:
             assert found["base64"]
@@ -204,7 +224,7 @@ def _of_text(source: Source, text: str, folder: Path, inside: bool) -> Source:
         source = source._replace(offset=int(found["offset"]), size=int(found["size"]))
         text = found["file"]
     path = Path(os.path.normpath(folder / text))
-    if inside and not path.is_relative_to(folder):
+    if source.folder is not None and not path.is_relative_to(source.folder):
         raise source.refused(f"is outside prompts.media.folder = {folder}; move it there")
     return source._replace(path=path)
 

@@ -23,6 +23,7 @@ class Decoded(NamedTuple):
     """The media of a run that were decoded, and those that could not be."""
 
     num_media: int
+    """All of them; of a row that cannot be read, one."""
     refused: list[str]
     """A line for each medium, and each row, that cannot be used."""
 
@@ -99,13 +100,14 @@ def _decoded(
     for first in range(0, len(rows), _BLOCK):
         block, refused = rows[first : first + _BLOCK], list[tuple[int, str]]()
         media = [(row, each) for row in block for each in _media_of(records, row, refused)]
+        num_media = len(media) + len(refused)
         jobs = [decoders.submit(each, _decode, each, recipe) for _, each in media]
         for (row, _), job in zip(media, jobs, strict=True):
             try:
                 job.result()
             except ConfigError as error:
                 refused.append((row, str(error)))
-        yield _Block(len(block), len(media), refused)
+        yield _Block(len(block), num_media, refused)
 
 
 def _media_of(records: Records, row: int, refused: list[tuple[int, str]]) -> tuple[Source, ...]:

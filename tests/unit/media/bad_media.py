@@ -26,6 +26,28 @@ def sound_only():
     return made.getvalue()
 
 
+def shows_nothing():
+    """A WEBM with a track of video, and sound only."""
+    import av
+
+    made = io.BytesIO()
+    with av.open(made, "w", format="webm") as container:
+        shown = container.add_stream("libvpx-vp9", rate=10)
+        shown.width, shown.height, shown.pix_fmt = 64, 48, "yuv420p"
+        heard = container.add_stream("libopus", rate=48000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 48000), np.int16), "s16", "mono")
+        frame.sample_rate = 48000
+        container.mux([*heard.encode(frame), *heard.encode()])
+    return made.getvalue()
+
+
+def without_rate():
+    """A WEBM of one frame, without the length of it: 0x23e383 begins that, 0xec a void."""
+    data = clip([0], form="webm")
+    at = data.index(b"\x23\xe3\x83\x84")
+    return data[:at] + b"\xec\x86" + bytes(6) + data[at + 8 :]
+
+
 def bomb():
     """A PNG whose header says 30,000 x 30,000 pixels."""
     data = bytearray(encoded(Image.new("1", (8, 8))))
@@ -68,6 +90,8 @@ CASES = {
     "not a video": ("video", b"\0\0\0\x20ftypisom" + b"x" * 90, "is MP4 that cannot be decoded: "),
     "an image as video": ("video", photo(), "is PNG, of image; name it under images"),
     "no video in it": ("video", sound_only(), "is MP4 without a video; replace it"),
+    "no frames": ("video", shows_nothing(), "has no frames; replace it, or remove the line"),
+    "no rate": ("video", without_rate(), "does not say how many frames it has a second; write it"),
     "truncated video": ("video", clip(range(30))[:900], "is MP4 that cannot be decoded: "),
     "short video": ("video", clip([0, 1, 2]), "has 3 frames, fewer than prompts.media.video_fram"),
     "variable rate": ("video", clip(VARIABLE), "has frames at a variable rate: number "),

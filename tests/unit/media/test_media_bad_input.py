@@ -49,6 +49,10 @@ REFERENCES = {
     "a folder": ("image", "a", "a: is a folder"),
     "a URL": ("image", "https://there/x.png", "a job downloads nothing: download it before"),
     "out of the folder": ("image", "../x.png", "is outside prompts.media.folder = "),
+    "a link out of the folder": ("image", "link.png", "elsewhere.png, outside prompts.media.fold"),
+    "a folder behind a link": ("image", "away/elsewhere.png", "is a link to /"),
+    "a frame behind a link": ("video", ["ok.png", "link.png"] * 3, "frame 2 (link.png): is a link"),
+    "a tar behind a link": ("image", "link.tar:x.png:512:9", "elsewhere.tar, outside prompts.me"),
     "away from the folder": ("image", "/etc/hosts", "is outside prompts.media.folder = "),
     "a number": ("image", 3, "is 3; write a path, {bytes}, a data: URL, or file.tar:"),
     "nothing": ("image", "", "is ''; write a path"),
@@ -72,6 +76,11 @@ def folder(tmp_path_factory):
     (made / "wide.png").write_bytes(photo(60, 100))
     with tarfile.open(made / "a.tar", "w") as archive:
         archive.add(made / "ok.png", "x.png")
+    away = tmp_path_factory.mktemp("away")
+    for form, name in (("png", "ok.png"), ("tar", "a.tar")):
+        (away / f"elsewhere.{form}").write_bytes((made / name).read_bytes())
+        (made / f"link.{form}").symlink_to(away / f"elsewhere.{form}")
+    (made / "away").symlink_to(away)
     return made
 
 
@@ -79,6 +88,35 @@ def folder(tmp_path_factory):
 def test_a_name_that_leads_nowhere_is_refused(recipe, folder, case):
     modality, value, expected = REFERENCES[case]
     assert expected in refusal(modality, value, recipe, folder, inside=True)
+
+
+def test_links_that_stay_in_the_folder_are_followed_and_without_a_folder_all(folder, tmp_path):
+    (tmp_path / "data").symlink_to(folder)
+    (folder / "again.png").symlink_to("ok.png")
+    inside = source_of("x", "image", "again.png", folder=tmp_path / "data", inside=True)
+    anywhere = source_of("x", "image", "link.png", folder=folder)
+    assert inside.read() == anywhere.read() == (folder / "ok.png").read_bytes()
+
+
+def test_names_that_lead_nowhere_are_a_line_each_of_a_check(refused, folder):
+    """By the command line: exit code 2, and nothing is created."""
+    rows = [
+        {"prompt": f"<{modality}>?", "answer": "1", f"{modality}s": [value]}
+        for modality, value, _ in REFERENCES.values()
+    ]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model_folder(Path("model"), "qwen3_omni_moe")
+    more = f"--set=prompts.media.folder={folder}", "--set=engines.rollout.kind=sglang"
+    said, *lines = refused("check", "job.toml", "--decode", *more).splitlines()
+    assert f"{len(rows)} of {len(rows)} media cannot be used" in said
+    assert "prompts.media.broken" in lines.pop()
+    numbers = {f"train.jsonl, line {number}: ": each
+               for number, each in enumerate(REFERENCES.values(), start=1)}  # fmt: skip
+    for line in lines:
+        [place] = (place for place in numbers if line.startswith(place))
+        modality, _, expected = numbers.pop(place)
+        assert line.startswith(f"{place}{modality} 1") and expected in line
+    assert not numbers
 
 
 def test_every_way_to_name_an_image_gives_the_same_bytes(recipe, folder):
@@ -119,16 +157,16 @@ MODELS = {
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_a_model_folder_whose_preprocessor_cannot_be_followed_is_refused(tmp_path, case):
+def test_a_model_folder_whose_preprocessor_cannot_be_followed_is_refused(refused, case):
+    """By the command line: exit code 2, one line, and nothing is created."""
     changes, expected = MODELS[case]
-    model_folder(tmp_path, "qwen3_vl")
+    folder = model_folder(Path("model"), "qwen3_vl")
     for name, change in changes.items():
-        (tmp_path / name).unlink()
+        (folder / name).unlink()
         if change is not None:
-            (tmp_path / name).write_text(json.dumps(FOLDERS["qwen3_vl"][name] | change))
-    with pytest.raises(ConfigError) as caught:
-        read_recipe(tmp_path, MediaConfig())
-    assert expected in str(caught.value) and "download" in str(caught.value)
+            (folder / name).write_text(json.dumps(FOLDERS["qwen3_vl"][name] | change))
+    said = refused("check", "job.toml", "--decode", "--set=engines.rollout.kind=sglang")
+    assert expected in said and "download" in said and "\n" not in said
 
 
 def test_a_model_of_text_has_no_recipe(tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import json
 import struct
 import zlib
 from pathlib import Path
@@ -10,14 +11,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from media_files import encoded, photo, pixels, recipe_of, source
+from media_files import FOLDERS, VISION, encoded, model_folder, photo, pixels, recipe_of, source
 from PIL import Image
 
+from relax_hpc.config.media import MediaConfig
 from relax_hpc.media.canonical import canonical, digest_of, measured
 from relax_hpc.media.expand import Span
 from relax_hpc.media.extent import Extent, fitted
 from relax_hpc.media.images import decoded
 from relax_hpc.media.patches import patches, table
+from relax_hpc.media.recipe import read_recipe
 from relax_hpc.media.spool import Spooled, View
 from relax_hpc.schema import MediaKind, Medium, key_of_medium
 
@@ -31,6 +34,10 @@ def recipe(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(recipe):
+    return reference_of(recipe)
+
+
+def reference_of(recipe):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     size = {"shortest_edge": recipe.image.least, "longest_edge": recipe.image.most}
@@ -55,6 +62,24 @@ def test_patches_are_bitwise_those_of_transformers(recipe, reference, form, heig
     assert found.extent.tokens == (len(ours) // 4,)
 
 
+def test_patches_of_300_sizes_are_bitwise_those_of_transformers(tmp_path):
+    """Made smaller, larger, and left as they are; of every shape up to 1 to 200."""
+    recipe = recipe_of(tmp_path, "qwen3_vl", image_tokens=[2, 8])
+    reference, bounds, kinds = reference_of(recipe), (recipe.image.least, recipe.image.most), set()
+    random, noise = np.random.default_rng(0), pixels(300, 300)
+    shapes = np.exp(random.uniform(0.7, 5.7, (400, 2))).astype(int).tolist()
+    shapes = [each for each in shapes if max(each) <= 200 * min(each)][:300]
+    for height, width in shapes:
+        image = Image.fromarray(np.ascontiguousarray(noise[:height, :width]))
+        found = seen(encoded(image, compress_level=0), recipe)
+        expected = reference(images=[image], return_tensors="pt")
+        ours = patches(torch.from_numpy(found.array.copy()), recipe.image, torch.float32)
+        assert torch.equal(ours, expected["pixel_values"]), (height, width)
+        assert [list(found.extent.grid)] == expected["image_grid_thw"].tolist(), (height, width)
+        kinds.add(int(np.searchsorted(bounds, height * width)))
+    assert len(shapes) == 300 and kinds == {0, 1, 2}
+
+
 def test_sizes_are_those_of_transformers_for_a_thousand_shapes(recipe):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
@@ -63,6 +88,23 @@ def test_sizes_are_those_of_transformers_for_a_thousand_shapes(recipe):
         if max(height, width) <= 200 * min(height, width):
             expected = smart_resize(height, width, 32, recipe.image.least, recipe.image.most)
             assert fitted(height, width, recipe.image) == expected, (height, width)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_omni_moe"])
+def test_bounds_that_neither_job_nor_model_says_are_those_of_relax(tmp_path, model_type):
+    """4 to 16,384 tokens of an image, 128 to 768 of a frame, 2 frames a second, 4 to 768 of them,
+    300 s of sound; of a family that bounds all frames together, 4 to 24,576 tokens."""
+    folder = model_folder(tmp_path, model_type)
+    for name in FOLDERS[model_type]:
+        if "preprocessor" in name:
+            (folder / name).write_text(json.dumps(VISION))
+    found, area = read_recipe(folder, MediaConfig()), 32 * 32
+    assert (found.image.least, found.image.most) == (4 * area, 16_384 * area)
+    frames = (4, 24_576) if model_type == "qwen3_vl" else (128, 768)
+    video = found.video
+    assert (video.vision.least, video.vision.most) == tuple(n * area for n in frames)
+    assert (video.fps, video.least_frames, video.most_frames) == (2.0, 4, 768)
+    assert found.audio is None if model_type == "qwen3_vl" else found.audio.max_s == 300
 
 
 def test_values_in_16_bits_are_those_in_32_bits_rounded_once(recipe):
