@@ -1,0 +1,168 @@
+"""SGLang puts requests with media off midway, reads their prompts in pieces, and sees the same."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from seer import IMAGE, TOGETHER, TOLERANCE, VIDEO, Seer, ask, clip, make, source
+from sglang_under_test import SGLANG_PYTHON, SGLANG_VERSION
+from test_media_of_sglang import CASES
+
+from relax_hpc.engines.client import EngineClient
+from relax_hpc.engines.generation import GenerationClient
+from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.response import Draft, Sampling
+from relax_hpc.engines.sglang import launch
+from relax_hpc.engines.spec import EngineSpec
+from relax_hpc.fleet.members import Member
+from relax_hpc.media.workers import Decoders, MediaWorkers
+from relax_hpc.models.hf_files import SINGLE
+from relax_hpc.weights.loading import load
+
+pytestmark = [pytest.mark.sglang, pytest.mark.skipif(not SGLANG_PYTHON, reason="needs SGLang")]
+
+CHUNK = 24  # tokens of a prompt that are read at once; an image has up to 64
+RETRACTS, ENCODES = r"#retracted_reqs: [1-9]", "a tower encodes"
+PREFERRED = -9.0  # of the row of a placeholder in the head, as it was drawn
+
+
+@pytest.fixture(scope="module")
+def pressed(tmp_path_factory):
+    """A model of experts that likes to sample placeholders of images, on an engine that retracts
+    whatever runs beside another request, every third step."""
+    folder = tmp_path_factory.mktemp("pressed")
+    make(folder, kind="vl-moe")
+    made = Seer(folder)
+    prefer(folder, made.image)
+    made = Seer(folder)
+    made.log = tmp_path_factory.mktemp("log") / "engine.log"
+    args = {"chunked_prefill_size": CHUNK}
+    made.has_prefix_cache = SGLANG_VERSION != "0.5.17"
+    if not made.has_prefix_cache:
+        args["disable_radix_cache"] = True  # it cannot be emptied in a pause
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_TEST_RETRACT", "1")
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+        patch.setattr(launch, "_MODELS", "told_models")
+        with start_engine(
+            EngineSpec("sglang", folder, args=args, start_timeout_s=600),
+            host="127.0.0.1", token="a right token", log_path=made.log, python=SGLANG_PYTHON,
+        ) as made.process:  # fmt: skip
+            yield made
+
+
+def prefer(folder, token):
+    tensors = load_file(folder / SINGLE)
+    tensors["lm_head.weight"][token] *= PREFERRED
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def other(pressed, tmp_path_factory):
+    """The same model with another tower."""
+    folder = tmp_path_factory.mktemp("other")
+    make(folder, kind="vl-moe", seed=6)
+    given, kept = (load_file(each / SINGLE) for each in (folder, pressed.folder))
+    mixed = {name: (given if "visual" in name else kept)[name] for name in kept}
+    save_file(mixed, folder / SINGLE, metadata={"format": "pt"})
+    return Seer(folder)
+
+
+def gap(seer, prompt, made):
+    """Nats by which logprobs are away from Hugging Face's."""
+    return (torch.tensor(made.logprobs) - seer.logprobs(prompt, made.token_ids)).abs()
+
+
+def said(seer, what):
+    return re.findall(what, seer.log.read_text())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logprobs_are_hugging_faces_of_prompts_in_pieces(pressed, tmp_path, case):
+    text, media = CASES[case]
+    prompt = pressed.prompt(text, *media(tmp_path))
+    [made] = ask(pressed, [prompt])
+    assert gap(pressed, prompt, made).max() <= TOLERANCE
+
+
+def test_retracted_requests_see_the_same_and_what_they_sampled_is_text(pressed, tmp_path):
+    """Each image is larger than a piece, is put off with its response, and encoded once."""
+    large = [source(tmp_path, n, height=256, width=256) for n in range(50, 54)]
+    prompts = [pressed.prompt(IMAGE + "what?", image) for image in large]
+    prompts += [pressed.prompt(VIDEO + "as" + IMAGE + "?", clip(tmp_path, 20), large[0])]
+    assert prompts[0][2][0].tokens == 64 > 2 * CHUNK
+    retractions, encoded = (len(said(pressed, what)) for what in (RETRACTS, ENCODES))
+    made = ask(pressed, prompts, new=32)
+    assert len(said(pressed, RETRACTS)) >= retractions + 5
+    assert len(said(pressed, ENCODES)) == encoded + 5
+    for prompt, each in zip(prompts, made, strict=True):
+        assert gap(pressed, prompt, each).max() <= TOGETHER
+    assert sum(each.token_ids.count(pressed.image) for each in made) >= 5
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_pause_that_throws_caches_away_reads_images_by_the_new_tower(
+    pressed, other, tmp_path, is_whole
+):
+    """Tokens before it have logprobs of the old weights, those after it of the new ones alone.
+
+    Without the order that follows a load, SGLang goes on with features of the old tower: their keys
+    are of the policy at which the request was sent.
+    """
+    control = EngineClient(
+        pressed.process.url, pressed.process.token,
+        recompute=True, has_prefix_cache=pressed.has_prefix_cache,
+    )  # fmt: skip
+    member = Member("rollout-0", "1", pressed.process.url, 1, "sglang", "HEALTHY")
+    if not is_whole:
+        member = member._replace(engine="embedded")  # which is given no orders
+    images = [source(tmp_path, n, height=256, width=256) for n in (60, 61)]
+    prompts = [pressed.prompt(IMAGE + "what?", image) for image in images]
+    retractions, folder = len(said(pressed, RETRACTS)), other.folder
+    try:
+        made, done = sampled_over(
+            pressed, prompts, lambda: load(member, control, folder, 1, 60, check=False)
+        )
+        for prompt, each in zip(prompts, made, strict=True):
+            old, new = gap(pressed, prompt, each), gap(other, prompt, each)
+            if is_whole:
+                cuts = done.receipts[0].num_sampled.values()
+                assert len(cuts) == 2 and all(8 <= cut < 50 for cut in cuts)
+                assert min(max(old[:cut].max(), new[cut:].max()) for cut in cuts) <= TOGETHER
+                assert old[50:].max() > 1e-2
+            else:
+                assert old.max() <= TOGETHER and new[50:].max() > 1e-2
+        assert len(said(pressed, RETRACTS)) > retractions
+    finally:
+        load(member._replace(engine="sglang"), control, pressed.folder, 0, 60, check=False)
+        control.close()
+
+
+def sampled_over(seer, prompts, act):
+    """Responses of 60 tokens to prompts, and what `act` returned, once each had 8."""
+    drafts = [Draft() for _ in prompts]
+
+    async def sample(workers, client, prompt, draft):
+        ids, media, spans = prompt
+        async with workers.prepared(media, spans) as made:
+            how = Sampling(1.0, 60, ignore_eos=True, view=made.view)
+            return await client.sample(ids, 1, how, draft=draft)
+
+    async def run():
+        async with (
+            MediaWorkers(seer.recipe, Decoders(1)) as workers,
+            GenerationClient(seer.process.url, seer.process.token, tokens_per_chunk=4) as client,
+        ):
+            asked = [
+                asyncio.create_task(sample(workers, client, *each))
+                for each in zip(prompts, drafts, strict=True)
+            ]
+            while min(len(draft.token_ids) for draft in drafts) < 8:
+                await asyncio.sleep(0.01)
+            done = await asyncio.to_thread(act)
+            return await asyncio.gather(*asked), done
+
+    return asyncio.run(run())
