@@ -126,6 +126,19 @@ def publish(version, folder, check):
     return published._asdict() | {"verified": published.verified and published.verified._asdict()}
 
 
+def export(folder, to):
+    """Loads a checkpoint, and writes it as an export is written, in several files."""
+    import torch.distributed as dist
+
+    from relax_hpc.checkpoints.export import save_hf
+    from relax_hpc.engines.megatron.hf import hf_weights
+
+    scorer = _state["scorer"]
+    hf_weights.load(scorer._chunks, folder)
+    write = dist.get_rank() == 0
+    save_hf(to, scorer.named_weights(), folder, write=write, shard_bytes=400_000)
+
+
 def wait_for_loads():
     """On rank 0: whether somebody lacks the version; (id, version, equal) of loads that ended."""
     if publisher := _state.get("publisher"):
