@@ -1,5 +1,6 @@
 """A task that hangs in one way or another: `python hanging.py RUN_DIR RANK HOW`."""
 
+import asyncio
 import ctypes
 import os
 import select
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 from relax_hpc import heartbeat
 from relax_hpc.hangs.watched import watched
+from relax_hpc.roles.engine.hosts import while_kept
 
 LEAST_S = 0.5
 
@@ -41,6 +43,16 @@ def in_a_wait():
     work = SimpleNamespace(wait=ctypes.CDLL(None).sleep)
     while True:  # a signal ends one sleep
         work.wait(60)
+
+
+def stand_still():
+    """Holds up the event loop of a task that keeps engines."""
+
+    async def loop():
+        await asyncio.sleep(LEAST_S / 5)
+        time.sleep(60)
+
+    asyncio.run(while_kept([], loop()))
 
 
 def go_on():

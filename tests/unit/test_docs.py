@@ -68,20 +68,43 @@ def missing(named):
     ]
 
 
-def table_of_ends():
+def rows_below(heading):
+    """Rows of the table below a heading of the page on operations, with the head."""
     text = PAGES_BY_NAME["operations.md"].read_text()
-    section = text.partition("\n## When something dies\n")[2].partition("\n## ")[0]
+    section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return [line for line in section.splitlines() if line.startswith("| ")]
 
 
-def test_every_end_in_the_table_has_a_test_that_is_there():
-    head, *rows = table_of_ends()
-    assert head.count("|") == 5 and len(rows) > 20
+@pytest.mark.parametrize(("heading", "least"), [("When something dies", 28), ("Hangs", 6)])
+def test_every_end_in_the_tables_has_a_test_that_is_there(heading, least):
+    head, *rows = rows_below(heading)
+    assert len(rows) >= least and head.endswith("| tests |")
     for row in rows:
         named = named_tests(row)
         assert named and missing(named) == [], row
         assert row.count("](../tests/") == len(named), row
-        assert row.count("|") == 5, row
+        assert row.count("|") == head.count("|"), row
+
+
+DONE_BY = {
+    "a node, or the batch script": '"node lost": 1',
+    "a preemption without notice": '["scontrol", "requeue"',
+    "a component is cancelled": "CANCELLED",
+    "Slurm's controller is away": '"ctld-kill"',
+    "an engine is": "SIGSTOP",
+    "a task that is stopped": "SIGSTOP",
+}
+"""Beginning of a row -> what does that in a test that is linked, or beside it."""
+
+
+@pytest.mark.parametrize("begins", DONE_BY)
+def test_a_test_of_an_end_does_that_to_a_run(begins):
+    rows = rows_below("When something dies") + rows_below("Hangs")
+    [row] = [row for row in rows if row.startswith(f"| {begins}")]
+    files = {ROOT / file for file, _ in named_tests(row)}
+    beside = {file.with_name(file.name.removeprefix("test_")) for file in files}
+    texts = [file.read_text() for file in files | beside if file.exists()]
+    assert any(DONE_BY[begins] in text for text in texts)
 
 
 def test_a_test_that_is_not_there_would_be_noticed():

@@ -45,17 +45,21 @@ def hangs(run_dir):
 
 
 @pytest.mark.parametrize(
-    ("how", "place"),
-    [("hold_the_interpreter", "in hold_the_interpreter"), ("wait_for_a_lock", "wait_for_a_lock")],
+    ("how", "phase", "place"),
+    [
+        ("hold_the_interpreter", "work", "in hold_the_interpreter"),
+        ("wait_for_a_lock", "work", "wait_for_a_lock"),
+        ("stand_still", "loop", "in loop"),
+    ],
 )
-def test_a_task_that_hangs_is_named_with_its_stack_and_ended(tmp_path, start, how, place):
+def test_a_task_that_hangs_is_named_with_its_stack_and_ended(tmp_path, start, how, phase, place):
     assert start(how).wait(30) == -signal.SIGKILL
     [hang] = hangs(tmp_path)
-    assert (hang["phase"], hang["step"], hang["ended"]) == ("work", 7, True)
+    assert (hang["phase"], hang["step"], hang["ended"]) == (phase, 7, True)
     assert (hang["role"], hang["rank"]) == ("toy", 0)
     assert place in hang["place"] and str(TOY) in hang["place"]
     said, task = failure.last_error(tmp_path, ["toy"], 0.0)
-    assert said.startswith("toy-0: hangs in phase work of step 7 for ") and task == "toy-0"
+    assert said.startswith(f"toy-0: hangs in phase {phase} of step 7 for ") and task == "toy-0"
     log = Path(hang["log"])
     assert log == RunPaths(tmp_path).log("hang", "toy-0") and "most recent call" in log.read_text()
 
