@@ -36,7 +36,7 @@ from relax_hpc.roles.rollout.evaluation import Also, Evaluator
 from relax_hpc.roles.rollout.heldout import Board
 from relax_hpc.roles.rollout.prompt_check import Sources
 from relax_hpc.roles.rollout.retirement import retirement_of
-from relax_hpc.roles.rollout.unfinished import MODEL, AnnouncedEnd, Unfinished, digest_of
+from relax_hpc.roles.rollout.unfinished import MODEL, AnnouncedEnd, Unfinished, digests_of
 from relax_hpc.sampling.client import PoolClient, client_of
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.telemetry.timers import Timers
@@ -243,6 +243,6 @@ def provenance(config: RunConfig, context: TaskContext) -> dict[str, str | int]:
         "start": context.start,
         "node": context.node,
         "engine": f"{config.rollout_pool.kind} {build}",
-        MODEL: digest_of(config.model.path),
+        MODEL: digests_of(config.model.path),
         **({DECODERS: decoders()} if is_shown_media(config.model.path) else {}),
     }

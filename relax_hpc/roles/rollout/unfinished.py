@@ -5,9 +5,9 @@ environment is run again from its start, and its calls are answered from the rec
 """
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from pathlib import Path
 
 from relax_hpc.bus.durable import Space
@@ -15,6 +15,8 @@ from relax_hpc.bus.producer import Producer
 from relax_hpc.config.run import RunConfig
 from relax_hpc.environments.record import Record, break_off, record_of
 from relax_hpc.errors import ConfigError
+from relax_hpc.media import recipe
+from relax_hpc.prompts import tokenizer
 from relax_hpc.records import read_bytes
 from relax_hpc.rewards.contract import Score
 from relax_hpc.roles.ending import Ending
@@ -25,9 +27,11 @@ from relax_hpc.telemetry.events import EventWriter
 
 log = logging.getLogger(__name__)
 
-MODEL = "model_files"
-"""Attribute of a shard: digest of the files that tokens and their meaning follow from."""
-_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+MODEL = "model_digests"
+"""Attribute of a shard: digests of the files that tokens and their meaning follow from."""
+_READ = ("config.json", *tokenizer.READ, *recipe.READ)
+_WEIGHTS = "*.safetensors"
+_DIGITS = 16
 
 
 class AnnouncedEnd:
@@ -100,7 +104,7 @@ class Unfinished:
         """Gives the grouper what an earlier task has kept, of ordinals from `start` on.
 
         Raises:
-            ConfigError: it was sampled with another tokenizer or another shape of the model.
+            ConfigError: a file of the model or its tokenizer is not the one it was sampled with.
         """
         found = {g: group for g, group in self._producer.partial.items() if g >= start}
         most = self._config.rollout.max_continuations
@@ -159,22 +163,32 @@ class Unfinished:
 
     def _check_model(self, guids: Collection[int]) -> None:
         path, said = self._config.model.path, self._producer.partial_origin
-        now = digest_of(path) if guids else ""
+        now = digests_of(path) if guids else ""
         for guid in (each for each in guids if said[each].get(MODEL, now) != now):
+            before = str(said[guid][MODEL])
             raise ConfigError(
-                f"model.path = {str(path)!r}: {', '.join(_FILES)} are not those with which "
-                f"responses to prompt group {guid} were begun; put them back as they were"
+                f"model.path = {str(path)!r}: {_difference(before, now)}: not as responses to "
+                f"prompt group {guid} were begun with; put it back as it was"
             )
 
 
-def digest_of(model: Path) -> str:
-    """Digest of the files of a model from which tokens and their meaning follow."""
-    found = hashlib.sha256()
-    for name in _FILES:
-        with suppress(FileNotFoundError):
-            found.update(f"{name} ".encode())
-            found.update(read_bytes(model / name))
-    return found.hexdigest()
+def digests_of(model: Path) -> str:
+    """Digests of the files of a model from which tokens and their meaning follow, by name.
+
+    Of weights it is one of names and sizes: all of their bytes would be read at every start, and
+    what was sampled is of a policy that the trainer has made since.
+    """
+    found = {name: read_bytes(model / name) for name in sorted(_READ) if (model / name).is_file()}
+    sizes = sorted((path.name, path.stat().st_size) for path in model.glob(_WEIGHTS))
+    found |= {_WEIGHTS: json.dumps(sizes).encode()} if sizes else {}
+    short = {name: hashlib.sha256(data).hexdigest()[:_DIGITS] for name, data in found.items()}
+    return json.dumps(short)
+
+
+def _difference(before: str, now: str) -> str:
+    """The names of the files that are others now, are gone, or were not there."""
+    old, new = json.loads(before), json.loads(now)
+    return ", ".join(sorted(n for n in old.keys() | new.keys() if old.get(n) != new.get(n)))
 
 
 def num_sampled(group: PromptGroup) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 
 import episode_fakes
 import numpy as np
@@ -22,7 +23,7 @@ from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.ending import Ending
 from relax_hpc.roles.rollout import loop
 from relax_hpc.roles.rollout.episodes import Grouper
-from relax_hpc.roles.rollout.unfinished import MODEL, AnnouncedEnd, Unfinished, digest_of
+from relax_hpc.roles.rollout.unfinished import MODEL, AnnouncedEnd, Unfinished, digests_of
 from relax_hpc.schema import FinishReason
 
 WHOLE = [11, 12, 13, 14, 15, 16]
@@ -77,9 +78,14 @@ class Conversation(episode_fakes.Numbers):
 
 @pytest.fixture
 def run(tmp_path):
+    return made_run(tmp_path)
+
+
+def made_run(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"weights")
     paths = RunPaths(tmp_path / "run")
     paths.control.mkdir(parents=True)
     layout.create(paths.bus, ["rollout-0"], {})
@@ -106,7 +112,7 @@ def task(run, engine, *, environment=None, ends=None, **further):
         made, engine, lambda *_: 1.0, environment=environment, conversation=Conversation()
     )
     group = Grouper(made, episode_fakes.Prompts(prompts), parts)
-    provenance = {MODEL: digest_of(made.model.path)}
+    provenance = {MODEL: digests_of(made.model.path)}
     with Producer(run.bus, "rollout-0", provenance) as producer:
         unfinished = Unfinished(made, group, producer, events)
         evaluator = episode_fakes.Evaluator(
@@ -251,13 +257,43 @@ def test_a_turn_that_was_over_is_not_sampled_again(run):
         assert row.turns.tolist() == [[0, 0], [2, 1], [8, 2], [10, 1]]
 
 
-def test_a_partial_of_another_tokenizer_is_refused_by_name(run):
+CHANGED = {
+    "config.json": "config.json", "tokenizer.json": "tokenizer.json",
+    "tokenizer_config.json": "tokenizer_config.json", "tokenizer.model": "tokenizer.model",
+    "vocab.json": "vocab.json", "merges.txt": "merges.txt",
+    "chat_template.jinja": "chat_template.jinja",
+    "preprocessor_config.json": "preprocessor_config.json",
+    "model.safetensors": r"\*.safetensors", "model-2.safetensors": r"\*.safetensors",
+}  # fmt: skip
+"""File of a model that is another one -> how it is called."""
+
+
+@pytest.fixture(scope="module")
+def broken_off(tmp_path_factory):
+    """A run whose end broke two groups off."""
+    run = made_run(tmp_path_factory.mktemp("broken_off"))
     task(run, Engine(stops_at=4), ends=announce(run))
     forget(run)
-    (run.root.parent / "model" / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"model.path = .*/model'.* prompt group 0 .*put them"):
+    return run.root.parent
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_partial_of_another_model_or_tokenizer_is_refused_by_name(broken_off, tmp_path, name):
+    shutil.copytree(broken_off, tmp_path / "copy")
+    run = RunPaths(tmp_path / "copy" / "run")
+    (run.root.parent / "model" / name).write_text("another one")
+    said = rf"model.path = .*/model': {CHANGED[name]}: not as .* prompt group 0 .*put it back"
+    with pytest.raises(ConfigError, match=said):
         task(run, Engine())
     assert ConfigError.is_final
+
+
+def test_a_partial_goes_on_beside_files_that_say_nothing_of_tokens(broken_off, tmp_path):
+    shutil.copytree(broken_off, tmp_path / "copy")
+    run = RunPaths(tmp_path / "copy" / "run")
+    (run.root.parent / "model" / "README.md").write_text("another one")
+    events, _, _ = task(run, Engine())
+    assert events.of("continued")[0]["num_groups"] == 2
 
 
 def test_a_record_is_read_back_from_its_rows(run):
