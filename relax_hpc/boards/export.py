@@ -72,6 +72,11 @@ class Export:
         )  # fmt: skip
 
     @property
+    def num_files(self) -> int:
+        """Files that are looked at for events."""
+        return self._tail.num_files
+
+    @property
     def id(self) -> str:
         """The run's own at the service."""
         return str(self._id)

@@ -11,6 +11,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from relax_hpc.telemetry.events import Event
 
 _EVERY_S, _END_S = 2.0, 60.0
-"""Seconds between looks; for the last of them."""
+"""Seconds between looks, at least; for the last of them."""
+_PER_FILE_S, _MOST_S = 1.0, 120.0
+"""Seconds between two files that are opened, on average; between looks, at most."""
 _OVER, _FAILED = signal.SIGUSR1, signal.SIGUSR2
 """Signals of the job script once all components have ended: well, or otherwise."""
 
@@ -85,13 +88,22 @@ def main() -> None:
     else:
         board = Export(paths, config, args.to, offline=config.boards.offline)
     tell = _teller(paths, config, args.job_id) if args.to == "tensorboard" else _say_nothing
+    next_look = 0.0
     while not end.wait(_EVERY_S) and controller.find():
+        if time.monotonic() < next_look:
+            continue
         while events := board.update():
             tell(events)
+        next_look = time.monotonic() + pause_s(board.num_files)
     end.limit()
     board.end(failed=end.failed)
     sys.stdout.flush()
     os._exit(0)
+
+
+def pause_s(num_files: int) -> float:
+    """Seconds until the next look at so many files, of each of which the server is asked."""
+    return min(num_files * _PER_FILE_S, _MOST_S)
 
 
 def _teller(paths: "RunPaths", config: "JobConfig", job_id: str) -> "Callable[[list[Event]], None]":

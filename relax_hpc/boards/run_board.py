@@ -41,6 +41,11 @@ class RunBoard:
         """The newest one."""
         return self._points.step
 
+    @property
+    def num_files(self) -> int:
+        """Files that are looked at for events."""
+        return self._tail.num_files
+
     def update(self) -> list[Event]:
         """Draws the events that came since the last update, and returns them.
 

@@ -1,11 +1,13 @@
 """Records below control/scale: requests, written once by `relax-hpc scale`; the scaler's state."""
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Self
 
 from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.config.rollout import Transport
+from relax_hpc.fleet.seen import Seen
 from relax_hpc.fleet.standing import ENDED, Standing
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
@@ -33,6 +35,12 @@ class Request:
     def read(cls, paths: RunPaths, number: int) -> Self | None:
         record = read_json(paths.scale_request(number))
         return None if record is None else cls(**record)
+
+    @staticmethod
+    def follow(paths: RunPaths) -> "Callable[[int], Request | None]":
+        """Does as `read`, for who asks again and again for the next one."""
+        seen = Seen(paths.scale, lambda number: Request.read(paths, int(number)))
+        return lambda number: seen.get(str(number))[0]
 
     def asks_the_same(self, other: "Request") -> bool:
         mine, others = (

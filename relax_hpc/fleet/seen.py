@@ -24,6 +24,8 @@ GRAIN_S = 2.0
 all is read once more."""
 REFRESH_S = 10.0
 """A record is read at least so often, whatever the folder says."""
+TOLD_S = 120.0
+"""The same once the folder has told of a change that another process made: then it tells of all."""
 _AT_EMPTY_PATH, _AT_STATX_FORCE_SYNC, _STATX_MTIME_CTIME = 0x1000, 0x2000, 0xC0
 _STATX_BYTES, _TIMES = 256, struct.Struct("=96xqI4xqI")
 _Stamp = tuple[int, ...]
@@ -42,6 +44,8 @@ class Folder:
         self._count = 0
         self._stamp: _Stamp | None = None
         self._again_at = float("inf")
+        self.has_told = False
+        """Whether it ever changed, and not by this process."""
 
     def count(self) -> int:
         """A number that is another one if names may have changed since it was last asked.
@@ -56,6 +60,7 @@ class Folder:
                 self._again_at = float("inf")
             else:
                 return self._count
+            self.has_told |= self._stamp is not None and stamp not in (None, self._stamp)
             self._stamp = stamp
             self._count += 1
             return self._count
@@ -98,7 +103,7 @@ class Seen(Generic[T]):
     Args:
         folder: of the records.
         read: reads one; what comes of it must not be changed.
-        refresh_s: all are read at least so often.
+        refresh_s: all are read at least so often; every `TOLD_S` if the folder has told.
     """
 
     def __init__(
@@ -114,7 +119,8 @@ class Seen(Generic[T]):
             # First: what changes while they are read is read the next time.
             count, now = self._folder.count(), time.monotonic()
             if count != self._count or now >= self._refresh_at:
-                self._count, self._refresh_at, self._found = count, now + self._refresh_s, {}
+                at_least_s = TOLD_S if self._folder.has_told else self._refresh_s
+                self._count, self._refresh_at, self._found = count, now + at_least_s, {}
             for name in names:
                 if name not in self._found:
                     self._found[name] = self._read(name)

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import LaunchError
-from relax_hpc.fleet import members
+from relax_hpc.fleet import members, roster
 from relax_hpc.fleet.roster import Roster
 from relax_hpc.fleet.scaling import Extra, Outcome, Request, ScaleState
 from relax_hpc.fleet.standing import standing
@@ -53,6 +53,9 @@ class Scaler:
 
     def __init__(self, config: RunConfig, paths: RunPaths, steps: Steps, attempt: str) -> None:
         self._config, self._paths, self._steps = config, paths, steps
+        # It looks twice a second: at what has not changed since, it looks without opening a file.
+        self._roster, self._members = roster.follow(paths), members.follow(paths)
+        self._request = Request.follow(paths)
         self._initial = config.rollout_pool.count
         per_node = self._initial // config.rollout_pool.resources.nodes
         state = ScaleState.read(paths)
@@ -68,9 +71,9 @@ class Scaler:
 
     def tick(self) -> None:
         """Looks at everything once."""
-        roster = Roster.read(self._paths)
+        held = self._roster()
         for extra in self._state.live:
-            self._observe(extra, roster)
+            self._observe(extra, held)
         self._take_request()
         self._judge()
         self._restore()
@@ -93,11 +96,11 @@ class Scaler:
             self._note(extra.now("GONE", "the run ended"))
         self._publish()
 
-    def _observe(self, extra: Extra, roster: Roster | None) -> None:
+    def _observe(self, extra: Extra, held: Roster | None) -> None:
         """Notes what has become of a step since the last look."""
         if extra.process is None:
             return
-        member = members.find(self._paths, extra.id)
+        [member] = self._members.get(extra.id)
         if extra.process.find() is None:
             self._ended(extra, member.reason if member and member.state == "FAILED" else "")
         elif extra.ending:
@@ -106,7 +109,7 @@ class Scaler:
             reason = member.reason or "ended without being told to"
             self._tell_to_end(extra, "FAILED", reason)
         else:
-            found = standing(member, roster)
+            found = standing(member, held)
             if extra.state == "ACTIVE" and found in ("SYNCING", "HEALTHY"):
                 return  # a moment of every step: no news
             self._note(extra.now(found))
@@ -142,7 +145,7 @@ class Scaler:
         number = max(self._state.requests, default=0)
         if number and not self._state.requests[number].final:
             return
-        request = Request.read(self._paths, number + 1)
+        request = self._request(number + 1)
         if request is None:
             return
         log.info("%s", request)
@@ -185,7 +188,7 @@ class Scaler:
         number = max(self._state.requests, default=0)
         if not number or self._state.requests[number].final:
             return
-        request = Request.read(self._paths, number)
+        request = self._request(number)
         if request is not None and request.kind == "in":
             if all(not extra.ending for extra in self._state.live):
                 self._settle(number, "DONE")

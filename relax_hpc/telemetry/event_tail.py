@@ -22,6 +22,8 @@ class EventTail:
         self._folder = folder
         self.sizes: dict[str, int] = {}
         """Bytes that were read, by file."""
+        self.num_files = 0
+        """Files that there were when it last looked."""
         self._left: Iterator[Event] | None = None
 
     @property
@@ -39,8 +41,9 @@ class EventTail:
         if self._left is not None:
             found = list(islice(self._left, MOST))
         if not found:
-            files = map(self._of, sorted(self._folder.glob("*.jsonl")))
-            self._left = heapq.merge(*files, key=lambda event: event["time"])
+            files = sorted(self._folder.glob("*.jsonl"))
+            self.num_files = len(files)
+            self._left = heapq.merge(*map(self._of, files), key=lambda event: event["time"])
             found = list(islice(self._left, MOST))
         if len(found) < MOST:
             self._left = None
@@ -48,8 +51,6 @@ class EventTail:
 
     def _of(self, path: Path) -> Iterator[Event]:
         seen = self.sizes.get(path.name, 0)
-        if path.stat().st_size <= seen:
-            return
         with path.open("rb") as file:
             file.seek(seen)
             for line in file:

@@ -6,29 +6,49 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from relax_hpc.boards import follower
+from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.fleet import members, seen
 from relax_hpc.fleet.members import Member
 from relax_hpc.fleet.register import Register
 from relax_hpc.fleet.roster import Roster, RosterEntry
+from relax_hpc.fleet.scaling import Request, ScaleState
+from relax_hpc.job_file import validate
 from relax_hpc.paths import RunPaths
-from relax_hpc.records import read_json, write_json
+from relax_hpc.records import read_json, write_json, write_json_once
 from relax_hpc.roles.ending import Ending
+from relax_hpc.scale.scaler import Scaler
+from relax_hpc.telemetry.event_tail import EventTail
 
-_opened: list[str] = []
-sys.addaudithook(lambda name, args: _opened.append(str(args[0])) if name == "open" else None)
+_asked: list[str] = []
+sys.addaudithook(
+    lambda name, args: (
+        _asked.append(str(args[0])) if name in ("open", "os.scandir", "os.listdir") else None
+    )
+)
 
 
 @contextmanager
 def counted(root):
-    """Fills a list with the names below `root` that are opened meanwhile."""
+    """Fills a list with the names below `root` that are opened, listed or looked up meanwhile."""
     found: list[str] = []
-    begun = len(_opened)
-    yield found
-    found += [name for name in _opened[begun:] if name.startswith(str(root))]
+    begun, stat = len(_asked), os.stat
+
+    def noted(path, *args, **kwargs):
+        _asked.append(str(path))
+        return stat(path, *args, **kwargs)
+
+    os.stat = noted
+    try:
+        yield found
+    finally:
+        os.stat = stat
+    found += [name for name in _asked[begun:] if name.startswith(str(root))]
 
 
 @pytest.fixture
@@ -125,6 +145,57 @@ def test_a_folder_that_never_tells_is_read_now_and_then_and_one_that_comes_is_se
     assert late.get("a") == [3]
 
 
+def board_of(paths, num_tasks, clock):
+    """A second's looks of a follower of the events of so many tasks and the trainer."""
+    paths.events_folder.mkdir()
+    for rank in range(num_tasks):
+        paths.events("rollout", rank).write_text('{"event": "start", "time": 1}\n')
+    paths.events("actor", 0).write_text('{"event": "start", "time": 1}\n')
+    tail, due = EventTail(paths.events_folder), [0.0]
+    assert len(tail.read()) == num_tasks + 1
+
+    def second():
+        if clock[0] >= due[0]:
+            assert tail.read() == []
+            due[0] = clock[0] + follower.pause_s(tail.num_files)
+
+    return second
+
+
+class Steps:
+    """Steps of added engines that are there at once."""
+
+    nodes = ("n2", "n3")
+
+    def start(self, extra):
+        return ProcessId.of(os.getpid())
+
+
+def scaler_of(paths):
+    """A second's looks of the scaler of a run with two added engines."""
+    job = {
+        "name": "run", "model": {"path": "model"}, "prompts": {"train": "t"},
+        "schedule": {"num_steps": 9}, "engines": {"rollout": {"resources": {"max_nodes": 3}}},
+    }  # fmt: skip
+    found = Scaler(validate(job, source="test"), paths, Steps(), "7.0")
+    write_json_once(paths.scale_request(1), asdict(Request(1, "out", 3, None, 0.0, time.time())))
+    found.tick()
+    for extra in ("extra-1", "extra-2"):
+        members.announce(paths, Member(extra, "s", "http://x", 1, "embedded", "HEALTHY"))
+    entries = Roster.read(paths).members
+    entries |= {extra: RosterEntry("s", 1, "ACTIVE") for extra in ("extra-1", "extra-2")}
+    Roster(1, entries).write(paths)
+    found.tick()
+    assert [each.state for each in ScaleState.read(paths).live] == ["ACTIVE"] * 2
+    assert ScaleState.read(paths).requests[1].state == "DONE"
+
+    def second():
+        found.tick()
+        found.tick()
+
+    return second
+
+
 def looks(paths, num_engines, per_task):
     """A second's looks of a trainer and of the tasks of so many engines, as they are at rest."""
     ids = [f"rollout-{i}" for i in range(num_engines)]
@@ -142,7 +213,7 @@ def looks(paths, num_engines, per_task):
     endings = [Ending(paths, "7.0") for _ in [*tasks, "the trainer"]]
 
     def second():
-        assert len(register.known()) == num_engines
+        assert len(register.known()) == num_engines + len(extras())
         for ending in endings:
             ending._looked = -1e9
             assert not ending.is_near()
@@ -154,21 +225,52 @@ def looks(paths, num_engines, per_task):
     return second
 
 
-@pytest.mark.parametrize(("num_engines", "per_task"), [(1, 1), (64, 8)])
-def test_engines_at_rest_cost_less_than_five_names_a_second(paths, clock, num_engines, per_task):
-    second = looks(paths, num_engines, per_task)
-    second()
+@pytest.mark.parametrize(("num_engines", "per_task"), [(1, 1), (64, 8), (64, 1)])
+def test_a_run_at_rest_costs_less_than_five_names_a_second(paths, clock, num_engines, per_task):
+    """Tasks, trainer, scaler and the follower of the boards together, each a process."""
+    parts = {
+        "tasks and trainer": looks(paths, num_engines, per_task),
+        "scaler": scaler_of(paths),
+        "board": board_of(paths, num_engines // per_task, clock),
+    }
+    rates, seconds = dict.fromkeys(parts, 0.0), 240
+    for number in range(-3, seconds):
+        clock[0] += seen.GRAIN_S if number < 0 else 1.0
+        if number == -2:
+            for folder in (paths.control, paths.members, paths.scale):
+                write_json(folder / "of-another-process.json", {})
+        for name, second in parts.items():
+            with counted(paths.root) as asked:
+                second()
+            rates[name] += len(asked) / seconds if number >= 0 else 0.0
+    said = ", ".join(f"{name} {rate:.2f}" for name, rate in rates.items())
+    print(f"{num_engines} engines, {per_task} a task: {sum(rates.values()):.2f} names/s: {said}")
+    assert sum(rates.values()) <= 5.0
+    assert all(rates.values()), "all is read now and then"
+
+
+def test_a_folder_that_has_told_of_others_changes_is_trusted_for_longer(tmp_path, clock):
+    followed = follow(tmp_path)
+    write_json(tmp_path / "a", 1)
+    seen.folder_at(tmp_path).note()
+    assert followed.get("a") == [1]
     clock[0] += seen.GRAIN_S
-    second()
-    seconds = 300
-    with counted(paths.root) as opened:
-        for _ in range(seconds):
-            clock[0] += 1.0
-            second()
-    rate = len(opened) / seconds
-    print(f"{num_engines} engines: {rate:.2f} names a second")
-    assert rate <= 5.0
-    assert opened, "all is read now and then"
+    followed.get("a")
+
+    def reads(seconds):
+        with counted(tmp_path) as opened:
+            for _ in range(seconds):
+                clock[0] += 1.0
+                followed.get("a")
+        return len(opened)
+
+    assert reads(240) == 240 / seen.REFRESH_S
+    time.sleep(0.02)
+    write_json(tmp_path / "a", 2)
+    assert followed.get("a") == [2]
+    clock[0] += seen.GRAIN_S
+    followed.get("a")
+    assert reads(240) == 240 / seen.TOLD_S
 
 
 def test_more_than_a_thousand_engines_may_wait_for_each_other_in_an_update(paths):
