@@ -32,18 +32,24 @@ from relax_hpc.media.stored import Stored
 pytestmark = [pytest.mark.sglang, pytest.mark.skipif(not SGLANG_PYTHON, reason="needs SGLang")]
 
 
+CHUNK = 24  # tokens of a prompt that are read at once; the long sound has more
+
+
 @pytest.fixture(scope="module")
 def hearer(tmp_path_factory):
+    """On an engine that reads prompts in pieces, and puts off what runs beside another request."""
     folder = tmp_path_factory.mktemp("hearer")
     whole = make(folder, kind="omni")
     made = Hearer(folder)
     made.whole = whole
     log_path = tmp_path_factory.mktemp("log") / "engine.log"
-    with start_engine(
-        EngineSpec("sglang", folder, start_timeout_s=240),
-        host="127.0.0.1", token="a right token", log_path=log_path, python=SGLANG_PYTHON,
-    ) as made.process:  # fmt: skip
-        yield made
+    spec = EngineSpec("sglang", folder, args={"chunked_prefill_size": CHUNK}, start_timeout_s=240)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_TEST_RETRACT", "1")
+        with start_engine(
+            spec, host="127.0.0.1", token="a right token", log_path=log_path, python=SGLANG_PYTHON
+        ) as made.process:
+            yield made
 
 
 CASES = {
