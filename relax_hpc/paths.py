@@ -246,6 +246,11 @@ class RunPaths:
         """Word of the watchdogs of one start of a component, about ranks that seem to hang."""
         return self.control / "hangs" / start_id
 
+    @property
+    def doing(self) -> Path:
+        """Records of what every task is doing."""
+        return self.control / "doing"
+
     def keeps(self, attempt: str, rank: int) -> Path:
         """Says that a rollout task will keep what it has of responses, and whether it has."""
         return self.control / f"keeps-{attempt}-{rank}.json"

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from relax_hpc import permissions, storage
 from relax_hpc.hangs import process, recorder
+from relax_hpc.hangs.doing import Doing, Record
 from relax_hpc.hangs.process import Facts
 from relax_hpc.heartbeat import BYTES, Beat
 from relax_hpc.parentage import end_with_parent
@@ -82,7 +83,9 @@ class Suspicion(NamedTuple):
 class Watchdog:
     """The watch over one task."""
 
-    def __init__(self, orders: Orders, log: Path, folder: Path, events: EventWriter) -> None:
+    def __init__(
+        self, orders: Orders, log: Path, folder: Path, events: EventWriter, doing: Record
+    ) -> None:
         """Begins at once.
 
         Args:
@@ -90,8 +93,10 @@ class Watchdog:
             log: file for what is found.
             folder: where the watchdogs of one start of a component leave word.
             events: of the task.
+            doing: is told now and then what the task does.
         """
         self._orders, self._log, self._folder, self._events = orders, log, folder, events
+        self._doing = doing
         self._memory = mmap.mmap(orders.memory, BYTES)
         self._fd = os.pidfd_open(orders.pid)
         self._poll_s = min(_POLL_S, orders.least_s / 10)
@@ -109,6 +114,8 @@ class Watchdog:
                 self._running, self._stopped = now, None
             self._looked = now
             beat, facts = self._look()
+            if self._doing.is_due:
+                self._doing.write(self._work(beat))
             if facts is None or not self._hangs(beat):
                 continue
             counter, taken_up = self._taken_up
@@ -117,6 +124,12 @@ class Watchdog:
             self._taken_up = (beat.counter, now)
             self._take_up(beat, facts)
             self._looked = time.monotonic()
+
+    def _work(self, beat: Beat) -> Doing:
+        orders, silent_s = self._orders, round(self._silent_s(beat), 1)
+        return Doing(
+            orders.component, orders.rank, orders.node, beat.phase, beat.step, silent_s, time.time()
+        )
 
     def _has_ended(self, wait_s: float) -> bool:
         return bool(select.select([self._fd], [], [], wait_s)[0])
@@ -251,7 +264,8 @@ def main() -> None:
     name, rank = orders.component, orders.rank
     with EventWriter(paths.events(name, rank), name, rank) as events:
         log, folder = paths.log("hang", orders.task), paths.hangs(orders.start_id)
-        Watchdog(orders, log, folder, events).watch()
+        doing = Record(paths.doing / f"{orders.task}.json")
+        Watchdog(orders, log, folder, events, doing).watch()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc import errors
+from relax_hpc.hangs.doing import Doing
 from relax_hpc.launch import pending, states
 from relax_hpc.paths import RunPaths
 from relax_hpc.runs import engine_rows, logs
@@ -70,7 +71,7 @@ def text(run: RunStatus) -> str:
 def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
     done = run.progress
     rows = [("steps", f"{done['steps_done']} of {done['num_steps']}" + _pace(run))]
-    rows = [*_verdict(run), *_times(run), *rows, *_changes(done["changes"])]
+    rows = [*_verdict(run), *_times(run), *_doing(run), *rows, *_changes(done["changes"])]
     rows += _torn(done["torn_checkpoints"]) + _redone(done["redone"])
     rows += _parameters(done["parameters"])
     rows += _of_sft(done) if "heldout_loss" in done else _of_rl(done)
@@ -80,6 +81,26 @@ def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
             rows.append((name, str(path)))
             rows.append(("tensorboard", f"tensorboard --logdir {paths.tensorboard}"))
     return [f"  {name:<14}{value}" for name, value in rows if value]
+
+
+def _doing(run: RunStatus) -> list[tuple[str, str]]:
+    """Tells what the tasks of each component are doing, those that do the same together."""
+    rows = []
+    for component in dict.fromkeys(each.component for each in run.doing):
+        tasks = [each for each in run.doing if each.component == component]
+        alike: dict[tuple[str, int], list[Doing]] = {}
+        for each in tasks:
+            alike.setdefault((each.phase, each.step), []).append(each)
+        said = [
+            f"{phase}{f' of step {step}' if step else ''}"
+            f", for {max(each.seconds for each in same):.0f} s"
+            + f" ({len(same)} of {len(tasks)} tasks)"
+            * (len(alike) > 1)
+            for (phase, step), same in alike.items()
+        ]
+        when = _ago(min(each.time for each in tasks))
+        rows.append(("doing", f"{component}: {'; '.join(said)} ({when})"))
+    return rows
 
 
 def _changes(done: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:

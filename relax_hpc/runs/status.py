@@ -9,6 +9,8 @@ from typing import Any
 from relax_hpc import job_file
 from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.hangs import doing
+from relax_hpc.hangs.doing import Doing
 from relax_hpc.launch import pending, record, states
 from relax_hpc.launch.local import processes
 from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
@@ -84,6 +86,8 @@ class RunStatus:
     """Engines of every pool, with those that were added, that are there or failed."""
     progress: dict[str, Any]
     """Steps, held-out scores, trajectories: `roles.summary.summarize`."""
+    doing: tuple[Doing, ...] = ()
+    """The work of its tasks, half a minute ago at most."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=str, indent=1, allow_nan=False)
@@ -138,6 +142,7 @@ def collect(
         left_s=shown.left_s,
         engines=_engines(paths, config, _of_engines(shown), events),
         progress=summary.summed_up(paths, config, events),
+        doing=tuple(doing.read(paths.doing)) if states.is_alive(shown.state) else (),
     )
 
 

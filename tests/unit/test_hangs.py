@@ -12,10 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from relax_hpc import heartbeat, storage
-from relax_hpc.hangs import process
+from relax_hpc.hangs import doing, process
+from relax_hpc.hangs.doing import Doing
 from relax_hpc.heartbeat import Beat
 from relax_hpc.paths import RunPaths
-from relax_hpc.runs import failure
+from relax_hpc.runs import failure, report
 from relax_hpc.telemetry.events import read_events
 from relax_hpc.telemetry.timers import Timers
 
@@ -121,6 +122,53 @@ def test_a_task_that_was_stopped_for_a_moment_is_left_alone_though_it_has_waited
     time.sleep(0.5)
     os.kill(task.pid, signal.SIGCONT)
     assert task.wait(30) == 0 and hangs(tmp_path) == []
+
+
+def test_what_a_task_does_is_told_in_a_file_of_its_own_that_is_written_over(tmp_path, start):
+    start("sleep", "patient", rank=2)
+    folder = RunPaths(tmp_path).doing
+    deadline = time.monotonic() + 20
+    while not (told := doing.read(folder)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    [said] = told
+    assert said[:3] == ("toy", 2, "n1") and said.seconds < 10 and abs(time.time() - said.time) < 20
+    assert (said.phase, said.step) in (("start", 0), ("start", 7), ("work", 7))
+
+
+def test_status_says_what_each_component_is_doing_and_how_many_tasks_do_something_else():
+    now = time.time() - 7
+    work = [("actor", 0, "wait", 12, 40.2), ("actor", 1, "ranks", 12, 39.0),
+            ("actor", 2, "ranks", 12, 41.0), ("rollout", 0, "loop", 0, 0.4)]  # fmt: skip
+    told = [Doing(name, rank, "n1", phase, step, s, now) for name, rank, phase, step, s in work]
+    assert report._doing(SimpleNamespace(doing=told)) == [
+        ("doing", "actor: wait of step 12, for 40 s (1 of 3 tasks); ranks of step 12, for 41 s "
+         "(2 of 3 tasks) (7 s ago)"),
+        ("doing", "rollout: loop, for 0 s (7 s ago)"),
+    ]  # fmt: skip
+
+
+def test_a_record_of_what_is_done_is_of_now_and_costs_no_name(tmp_path, monkeypatch):
+    clock, opened = [1000.0], []
+    monkeypatch.setattr(
+        doing, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: clock[0])
+    )
+    open_file = os.open
+    monkeypatch.setattr(os, "open", lambda *a: opened.append(a) or open_file(*a))
+    record = doing.Record(tmp_path / "doing" / "actor-0.json")
+    long, short = (Doing("actor", 0, "n1", name, 3, 4.0, 1000.0) for name in ("w" * 48, "read"))
+    assert record.is_due
+    record.write(long)
+    assert not record.is_due
+    assert doing.read(tmp_path / "doing") == [long]
+    clock[0] += doing.EVERY_S
+    assert record.is_due
+    record.write(short)
+    assert doing.read(tmp_path / "doing") == [short], "nothing is left of what was longer"
+    assert len(opened) == 1
+    (tmp_path / "doing" / "actor-1.json").write_bytes(b'{"component": "act')
+    assert doing.read(tmp_path / "doing") == [short]
+    clock[0] += 100
+    assert doing.read(tmp_path / "doing") == [], "its task has ended"
 
 
 @pytest.mark.parametrize("how", ["waits", "go_on"])

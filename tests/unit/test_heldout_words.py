@@ -189,7 +189,7 @@ def text(tmp_path):
         run = status.RunStatus(
             **{name: None for name in status.RunStatus.__dataclass_fields__}
             | {"run_dir": paths.root, "name": kind, "state": "CANCELLED", "progress": found}
-            | {"components": (), "engines": (), "reason": ""}
+            | {"components": (), "engines": (), "doing": (), "reason": ""}
             | ({"earlier": {}} if "earlier" in status.RunStatus.__dataclass_fields__ else {})
         )
         return report.text(run)
