@@ -226,6 +226,11 @@ class RunPaths:
         """Says that Slurm has announced the end of an attempt of the job."""
         return self.control / f"ending-{attempt}.json"
 
+    def all_endings(self) -> dict[str, Path]:
+        """Returns these records by attempt."""
+        found = self.control.glob("ending-*.json")
+        return {path.stem.removeprefix("ending-"): path for path in found}
+
     def cancelled(self, job_id: str) -> Path:
         """Says that a job was told to end for good: nobody may requeue it."""
         return self.control / f"cancelled-{job_id}.json"

@@ -53,11 +53,14 @@ class Producer(Owner):
         """Unfinished groups by guid: what an earlier incarnation had of them."""
         self.partial_origin: dict[int, Mapping[str, object]] = {}
         """guid -> attributes of the shard that its unfinished group was read from."""
+        self.num_damaged_tokens = 0
+        """Tokens of unfinished groups, prompts included, in shards that are damaged."""
         for record in list(self._live):
             try:
                 self._recall(record)
             except DamagedError as error:
                 log.error("%s; its prompt groups are sampled again", error)
+                self.num_damaged_tokens += record.tokens * (record.kind is RecordKind.PARTIAL)
                 self._forget_shard(record)
 
     @property

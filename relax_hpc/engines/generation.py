@@ -9,14 +9,14 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, Self
 
 from relax_hpc.engines.async_http import AsyncHttp
 from relax_hpc.engines.http import parse_version, reading
 from relax_hpc.engines.reply import Reply, events
 from relax_hpc.engines.response import Counts, Draft, Generation, Load, Sampling
-from relax_hpc.errors import EngineLostError, MediaMissingError
+from relax_hpc.errors import EngineError, EngineLostError, MediaMissingError
 from relax_hpc.fleet.switches import Switches
 from relax_hpc.media import wire
 from relax_hpc.media.spool import View
@@ -25,6 +25,8 @@ from relax_hpc.schema import FinishReason
 TOKENS_PER_CHUNK = 64
 """Limit of tokens that are sent at once. A chunk costs the engine's server as much as eight tokens;
 those that are not sent yet are lost with an engine."""
+HAND_OVER_S = 2.0
+"""Time for an engine to send what it has sampled of a request that is cancelled."""
 
 
 class GenerationClient:
@@ -105,7 +107,8 @@ class GenerationClient:
                 not know policies: without a key of its own, a prompt seen before an update would
                 be continued from the old policy's cache.
             draft: what there is already; it grows while the response arrives, so what was sampled
-                is there after an error, too.
+                is there after an error, too. Of a request that is cancelled the engine is asked for
+                what it has not sent yet.
             rid: to abort it by; unique.
             computed: called once the engine has been through the prompt, and maybe again.
 
@@ -140,6 +143,38 @@ class GenerationClient:
         return {"image_data": [text], "extra_key": f"v{version}-{view.digest.hex()}"}
 
     async def _ask(
+        self,
+        body: dict[str, Any],
+        sampling: Sampling,
+        draft: Draft,
+        known: int,
+        computed: Callable[[], None] | None,
+    ) -> Generation:
+        draft.num_unsent = 0
+        answer = asyncio.ensure_future(self._read(body, sampling, draft, known, computed))
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            draft.num_unsent = body["sampling_params"]["stream_interval"] - 1
+            try:
+                await self._hand_over(answer, body["rid"])
+            finally:
+                answer.cancel()
+            if not (answer.cancelled() or answer.exception()):
+                draft.num_unsent = 0
+            raise
+
+    async def _hand_over(self, answer: "asyncio.Future[Generation]", rid: str) -> None:
+        """Has the engine end a request and send the rest of what it has of it, if it can soon."""
+        with suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(HAND_OVER_S):
+                if not answer.done():
+                    await self._http.ask("POST", "/abort_request", {"rid": rid})
+                await asyncio.wait({answer})
+        answer.cancel()
+        await asyncio.wait({answer})
+
+    async def _read(
         self,
         body: dict[str, Any],
         sampling: Sampling,

@@ -92,6 +92,8 @@ class Draft:
     version_runs: list[tuple[int, int]] = field(default_factory=list)
     experts: list[Experts] = field(default_factory=list)
     """Rows from the first prompt token on, in pieces."""
+    num_unsent: int = 0
+    """Tokens, at most, that an engine sampled and did not send before the request was cut off."""
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         self.token_ids += tokens

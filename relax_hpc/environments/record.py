@@ -119,15 +119,22 @@ def _calls(row: Trajectory) -> list[Call]:
     return calls
 
 
-def break_off(record: Record) -> None:
+def break_off(record: Record) -> int:
     """Makes what there is of the call under way something that can be gone on with.
 
     Its last token is forgotten. It may be the one that ended the response, and nobody was told.
+
+    Returns:
+        Tokens, at most, that were sampled and are not there: that one, and those not sent.
     """
+    num_lost = 0
     for call in record.calls[-1:]:
         if call.finish is None and not call.is_over:
+            num_forgotten = min(len(call.draft.token_ids), 1)
             call.draft.experts.clear()
-            call.draft.cut(max(len(call.draft.token_ids) - 1, 0))
+            call.draft.cut(len(call.draft.token_ids) - num_forgotten)
+            num_lost += num_forgotten + call.draft.num_unsent
+    return num_lost
 
 
 def _sequence(chain: Items[Call]) -> Sequence:

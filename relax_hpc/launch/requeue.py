@@ -33,6 +33,10 @@ SIGNAL, SIGNAL_AHEAD_S = signal.SIGUSR2, 90
 _ANNOUNCEMENTS = {signal.SIGUSR1, SIGNAL}
 MAX_REQUEUES = 1000
 """Each needs a step of progress, so it is not endless."""
+_EARLY_S = 60.0
+"""Seconds that Slurm may announce the time limit sooner."""
+LIMIT, PREEMPTED, UNKNOWN = "time limit reached", "preempted", "out of time or preempted"
+"""Why a job ends, for the verdict."""
 MARGIN_S = 5.0
 """Seconds before the end at which a requeue is asked for, whatever has been saved."""
 KEEP_S = 20.0
@@ -159,18 +163,25 @@ def announce(job_id: str, run_dir: Path, **why: bool) -> bool:
 
 
 def ask_in_time(
-    job_id: str, run_dir: Path, *, left_s: float | None, most_s: float = SIGNAL_AHEAD_S
+    job_id: str,
+    run_dir: Path,
+    *,
+    left_s: float | None,
+    most_s: float = SIGNAL_AHEAD_S,
+    why: str = "",
 ) -> None:
     """Asks for a requeue once the trainer has saved and rollout has kept what it had, or when there
-    is no more time.
+    is no more time; notes when in the record of the end.
 
     Args:
         job_id: of the leader.
         run_dir: of the run.
         left_s: seconds until the job ends; None where nobody says.
         most_s: seconds of these that are waited for, since a preemption does not move the limit.
+        why: the job ends; unset, `left_s` tells.
     """
     paths, attempt = RunPaths(run_dir), attempt_of(job_id)
+    limit = None if left_s is None else time.time() + left_s
     end = time.monotonic() + min(SIGNAL_AHEAD_S if left_s is None else left_s, most_s)
     records = paths.saves(attempt), paths.critic_saves(attempt)
     while (late := is_unsaved(records)) and time.monotonic() < end - MARGIN_S:
@@ -184,8 +195,17 @@ def ask_in_time(
     if late:
         log.warning("the trainer has not saved in time")
         saved += ", and a save was not done in time"
-    if refused := ask(job_id, run_dir, until=end, saved=saved):
+    said = {"time": time.time()} | (read_json(paths.ending(attempt)) or {})
+    write_json(paths.ending(attempt), said | {"asked": time.time(), "limit": limit})
+    if refused := ask(job_id, run_dir, until=end, saved=saved, why=why or reason(left_s)):
         write_json(paths.ending(attempt), {"time": time.time(), "refused": refused})
+
+
+def reason(left_s: float | None) -> str:
+    """Tells in words why an end was announced, by the seconds of the time limit that are left."""
+    if left_s is None:
+        return UNKNOWN
+    return LIMIT if left_s <= SIGNAL_AHEAD_S + _EARLY_S else PREEMPTED
 
 
 def is_unsaved(records: Iterable[Path]) -> bool:
@@ -195,7 +215,13 @@ def is_unsaved(records: Iterable[Path]) -> bool:
 
 
 def ask(
-    job_id: str, run_dir: Path, *, until: float = 0.0, saved: str = "", hold_for: str = ""
+    job_id: str,
+    run_dir: Path,
+    *,
+    until: float = 0.0,
+    saved: str = "",
+    why: str = UNKNOWN,
+    hold_for: str = "",
 ) -> str:
     """Has Slurm requeue a job; one that is not requeued ends all the same, and can be resumed.
 
@@ -207,6 +233,7 @@ def ask(
         run_dir: of the run.
         until: time.monotonic() up to which it is asked again where the controller is silent.
         saved: words for the verdict: what was saved for this, and what was not.
+        why: the job ends, in words.
         hold_for: why the job is to be held in the queue until somebody releases it; unset, it is
             started again as soon as Slurm can.
 
@@ -220,7 +247,7 @@ def ask(
     if restarts >= MAX_REQUEUES:
         said = f"the job is not requeued: it has been, {restarts} times; resume it"
         return _refuse(job_id, run_dir, said)
-    why = hold_for or f"out of time or preempted{saved}"
+    why = hold_for or f"{why}{saved}"
     held = ", and held until the other side has made work" * bool(hold_for)
     said = f"{why}: requeued, for the time number {restarts + 1}{held}"
     tell(job_id, run_dir, "requeued", said)  # before: a job that is requeued is ended at once
@@ -307,7 +334,7 @@ class JobEnd:
         threading.Thread(
             target=ask_in_time,
             args=(self._job_id, self._run_dir),
-            kwargs={"left_s": self.left_s(), "most_s": math.inf},
+            kwargs={"left_s": self.left_s(), "most_s": math.inf, "why": LIMIT},
             daemon=True,
         ).start()
 

@@ -73,6 +73,7 @@ def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
     rows = [("steps", f"{done['steps_done']} of {done['num_steps']}" + _pace(run))]
     rows = [*_verdict(run), *_times(run), *_doing(run), *rows, *_changes(done["changes"])]
     rows += _torn(done["torn_checkpoints"]) + _redone(done["redone"])
+    rows += _announced_ends(done["announced_ends"])
     rows += _parameters(done["parameters"])
     rows += _of_sft(done) if "heldout_loss" in done else _of_rl(done)
     rows.append(("run directory", str(paths.root)))
@@ -140,7 +141,19 @@ def _redone(count: dict[str, int]) -> list[tuple[str, str]]:
         said.append(f"{short(count['tokens_continued'])} tokens of unfinished responses kept")
     if count["tokens_sampled_again"]:
         said.append(f"{short(count['tokens_sampled_again'])} tokens sampled again")
+    if count["tokens_lost"]:
+        said.append(f"{short(count['tokens_lost'])} tokens lost at announced ends")
     return [("redone", "; ".join(said))] if said else []
+
+
+def _announced_ends(ends: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Tells how long announced ends took, the longest one, and what they wasted."""
+    if not ends:
+        return []
+    longest, wasted = (max(each[key] for each in ends) for key in ("drained_s", "wasted"))
+    said = f"{len(ends)} announced: requeued {longest:.1f} s after that"
+    most = " at most" * (len(ends) > 1)
+    return [("ends", f"{said}{most}, {wasted:.1%} of the last 10 minutes wasted{most}")]
 
 
 def _parameters(count: dict[str, int] | None) -> list[tuple[str, str]]:

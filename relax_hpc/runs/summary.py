@@ -10,9 +10,9 @@ from relax_hpc.bus.audit import BusAudit
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.paths import RunPaths
-from relax_hpc.records import write_json
+from relax_hpc.records import read_json, write_json
 from relax_hpc.runs import changes, counted
-from relax_hpc.telemetry import curve, history
+from relax_hpc.telemetry import curve, ends, history
 from relax_hpc.telemetry.events import FREQUENT, Event, read_events
 
 NOTHING = BusAudit(0, 0, 0, 0, 0, 0, 0)
@@ -42,6 +42,7 @@ def summed_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> di
     """Does as `summarize`, for who has read the job and its events."""
     done = history.steps(events)
     progress = _progress(events, config.num_steps, _apart(config))
+    progress["announced_ends"] = _announced_ends(paths, events)
     progress["changes"] = [_change(each, events) for each in changes.of_run(paths)]
     if isinstance(config, SftRunConfig):
         return progress | _of_sft(paths, events, done, config.num_steps)
@@ -134,8 +135,9 @@ def _parameters(events: Sequence[Event]) -> dict[str, int] | None:
 
 
 def _redone(events: Sequence[Event]) -> dict[str, int]:
-    """Counts what ends of the run have cost: steps and their tokens that were trained again, and
-    tokens of unfinished responses that were kept, and that were sampled again all the same."""
+    """Counts what ends of the run have cost: steps and their tokens that were trained again;
+    tokens of unfinished responses that were kept, that were sampled again all the same, and that
+    were lost at ends that were announced."""
     times: dict[int, int] = {}
     num_tokens = 0
     for event in events:
@@ -148,7 +150,14 @@ def _redone(events: Sequence[Event]) -> dict[str, int]:
         "tokens_trained_again": num_tokens,
         "tokens_continued": sum(event["num_tokens"] for event in continued),
         "tokens_sampled_again": sum(event["num_dropped"] for event in continued),
+        "tokens_lost": sum(event.get("num_damaged", 0) for event in continued)
+        + sum(e.get("num_lost", 0) for e in events if e["event"] == "unfinished"),
     }
+
+
+def _announced_ends(paths: RunPaths, events: Sequence[Event]) -> list[dict[str, Any]]:
+    said = {attempt: read_json(path) or {} for attempt, path in paths.all_endings().items()}
+    return [end._asdict() for end in ends.announced(said, events)]
 
 
 def _restarts(events: Sequence[Event], apart: Set[str]) -> dict[str, int]:

@@ -126,7 +126,11 @@ EVENTS: dict[str, EventKind] = {
     "unfinished": EventKind(
         "rollout",
         "the job is about to end: responses that are not finished are kept on the bus",
-        {"num_groups": "", "num_tokens": "sampled"},
+        {
+            "num_groups": "",
+            "num_tokens": "sampled",
+            "num_lost": "sampled, at most, and neither committed nor kept, e.g. the last of each",
+        },
     ),
     "continued": EventKind(
         "rollout",
@@ -135,6 +139,7 @@ EVENTS: dict[str, EventKind] = {
             "num_groups": "",
             "num_tokens": "sampled, which need not be sampled again",
             "num_dropped": "tokens that are, by rollout.max_continuations",
+            "num_damaged": "tokens, prompts included, in damaged shards of what was kept",
         },
     ),
     "reward_errors": EventKind(

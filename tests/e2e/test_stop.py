@@ -25,6 +25,8 @@ from relax_hpc.runs import verdict
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("slurm_cluster")]
 
 STEPS, PROMPTS, SIBLINGS = 16, 8, 4
+MOST_IN_FLIGHT = 2 * PROMPTS * SIBLINGS
+"""Responses that may be under way, by a staleness of 1."""
 
 
 def submit_slow(tiny, folder, **settings):
@@ -42,6 +44,12 @@ def announce(run_dir, number=signal.SIGUSR2):
     """Sends what Slurm sends to every task of every component."""
     for each in record.read(run_dir).components:
         subprocess.run(["scancel", f"--signal={number.name}", each.job_id], check=True)
+
+
+def num_sampled(run_dir):
+    """Tokens that engines gave, of responses that were trained on."""
+    loads = events_of(run_dir, "rollout", "load")
+    return sum(each["num_tokens"] for each in loads)
 
 
 def is_requeued(run_dir, times):
@@ -72,7 +80,12 @@ def test_no_step_is_trained_again_after_an_end_that_was_announced_even_twice(tin
         redone = status(run_dir)["progress"]["redone"]
         # None where all that was allowed for had been answered when the end was announced.
         assert redone.pop("tokens_continued") >= kept
+        # The last one of each response under way at an end, of which there were two.
+        lost, sampled = redone.pop("tokens_lost"), num_sampled(run_dir)
+        assert lost <= 2 * MOST_IN_FLIGHT and lost <= 0.01 * sampled
         assert set(redone.values()) == {0}
+        ends = status(run_dir)["progress"]["announced_ends"]
+        assert len(ends) == 2 and all(0 < end["drained_s"] <= 60 for end in ends)
     finally:
         cli("cancel", run_dir)
 

@@ -1,5 +1,6 @@
 """The contract of every engine, run against each of them over HTTP."""
 
+import asyncio
 import time
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -22,7 +23,8 @@ from engine_fixtures import (
 from relax_hpc.comm.bucket import digest
 from relax_hpc.engines import capabilities
 from relax_hpc.engines.client import EngineClient
-from relax_hpc.engines.generation import TOKENS_PER_CHUNK
+from relax_hpc.engines.generation import TOKENS_PER_CHUNK, GenerationClient
+from relax_hpc.engines.response import Draft, Sampling
 from relax_hpc.errors import EngineError
 from relax_hpc.schema import FinishReason
 
@@ -85,6 +87,33 @@ def test_a_response_is_over_where_its_tokens_say_so_and_its_request_is_cut_off(e
     deadline = time.monotonic() + 20
     while served_running(engine):
         assert time.monotonic() < deadline
+
+
+def test_of_a_request_that_is_cancelled_all_that_was_sampled_comes(engine):
+    """Asked for in chunks of so many tokens that all but the first would not have come."""
+    sampling = Sampling(temperature=0.0, max_new_tokens=1500, ignore_eos=True)
+    draft = Draft()
+
+    async def cancel():
+        url, token = engine.process.url, engine.process.token
+        async with GenerationClient(url, token, tokens_per_chunk=4096) as client:
+            whole = client.sample(prompt_of(9), 0, sampling, draft=draft)
+            running = asyncio.create_task(whole)
+            while not served_running(engine):
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            assert len(draft.token_ids) <= 1
+            running.cancel()
+            await asyncio.wait([running])
+            assert running.cancelled()
+
+    asyncio.run(asyncio.wait_for(cancel(), 60))
+    assert 1 < len(draft.token_ids) < 1500 and len(draft.logprobs) == len(draft.token_ids)
+    assert draft.num_unsent == 0
+    [again] = generate(
+        engine, prompt_of(9), [0], temperature=0.0, max_new_tokens=len(draft.token_ids)
+    )
+    assert again.token_ids[:16] == draft.token_ids[:16]
 
 
 def test_logprobs_are_of_the_distribution_that_was_sampled_from(engine):

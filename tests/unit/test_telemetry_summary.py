@@ -95,18 +95,19 @@ def test_what_ends_have_cost_is_counted_and_shown(paths):
     emit(
         paths, "rollout",
         ("continued", {"num_groups": 2, "num_tokens": 700, "num_dropped": 0}),
-        ("continued", {"num_groups": 1, "num_tokens": 50, "num_dropped": 8}),
+        ("unfinished", {"num_groups": 1, "num_tokens": 58, "num_lost": 3}),
+        ("continued", {"num_groups": 1, "num_tokens": 50, "num_dropped": 8, "num_damaged": 9}),
     )  # fmt: skip
     redone = summary.summarize(paths.root)["redone"]
     assert redone == {
         "steps": 3, "tokens_trained_again": 20 + 30 + 30,
-        "tokens_continued": 750, "tokens_sampled_again": 8,
+        "tokens_continued": 750, "tokens_sampled_again": 8, "tokens_lost": 3 + 9,
     }  # fmt: skip
     assert report._redone(redone) == [
         (
             "redone",
             "3 steps, 80 tokens trained again; 750 tokens of unfinished responses kept; "
-            "8 tokens sampled again",
+            "8 tokens sampled again; 12 tokens lost at announced ends",
         )
     ]
     assert report._redone(dict.fromkeys(redone, 0)) == []

@@ -84,6 +84,22 @@ def test_what_slurm_announced_is_not_hidden_by_the_ends_that_follow(run, monkeyp
     assert words(run) == "the next attempt"
 
 
+@pytest.mark.parametrize(
+    ("left", "why"),
+    [
+        ("1:30", "time limit reached"),
+        ("2:30", "time limit reached"),  # Slurm may announce it a minute sooner
+        ("2:31", "preempted"),
+        ("1-00:00:00", "preempted"),
+        ("UNLIMITED", "out of time or preempted"),
+    ],
+)
+def test_why_slurm_announced_an_end_follows_from_the_time_that_is_left(run, left, why):
+    run.says(f"7+0|RUNNING|n1|7|None|N/A|{left}", "7+1|RUNNING|n2|8|None|N/A|UNLIMITED")
+    requeue.answer("7", run.run_dir, is_sure=True)
+    assert words(run) == f"{why}: requeued, for the time number 1"
+
+
 def test_a_refused_requeue_says_so(run):
     refusal = "#!/bin/sh\necho Requested operation is disabled >&2\nexit 1\n"
     (run.folder / "scontrol").write_text(refusal)

@@ -107,19 +107,21 @@ class Unfinished:
             ConfigError: a file of the model or its tokenizer is not the one it was sampled with.
         """
         found = {g: group for g, group in self._producer.partial.items() if g >= start}
+        num_damaged = self._producer.num_damaged_tokens
         most = self._config.rollout.max_continuations
         again = {g for g in found if most is not None and self._producer.times_kept(g) > most}
         self._check_model(found)
         for guid, group in found.items():
             if guid not in again:
                 self._grouper.running[guid] = _records(group, self._siblings)
-        if found:
+        if found or num_damaged:
             kept = [group for guid, group in found.items() if guid not in again]
             self._events.emit(
                 "continued",
                 num_groups=len(kept),
                 num_tokens=sum(map(num_sampled, kept)),
                 num_dropped=sum(num_sampled(found[guid]) for guid in again),
+                num_damaged=num_damaged,
             )
 
     def keep(self, guids: Collection[int]) -> int:
@@ -129,20 +131,37 @@ class Unfinished:
             Groups of which there was something.
         """
         begun = sorted(self._grouper.running.keys() & set(guids))
+        num_lost = sum(map(self._break_off, begun))
+        num_lost += sum(map(self._num_held, self._grouper.asked.keys() - set(guids)))
         groups = [group for guid in begun if num_sampled(group := self._group(guid))]
-        if not groups:
-            return 0
-        if not Space().write(lambda: self._put(groups)):
-            log.error("no room for %d unfinished prompt groups: sampled again", len(groups))
-            return 0
         num_tokens = sum(map(num_sampled, groups))
-        self._events.emit("unfinished", num_groups=len(groups), num_tokens=num_tokens)
-        log.info("kept %d tokens of %d unfinished prompt groups", num_tokens, len(groups))
+        if groups and not Space().write(lambda: self._put(groups)):
+            log.error("no room for %d unfinished prompt groups: sampled again", len(groups))
+            groups, num_tokens, num_lost = [], 0, num_lost + num_tokens
+        if groups or num_lost:
+            self._events.emit(
+                "unfinished", num_groups=len(groups), num_tokens=num_tokens, num_lost=num_lost
+            )
+            log.info(
+                "kept %d tokens of %d unfinished prompt groups; %d are lost",
+                num_tokens, len(groups), num_lost,
+            )  # fmt: skip
         return len(groups)
 
     @property
     def _siblings(self) -> int:
         return self._config.rollout.samples_per_prompt
+
+    def _break_off(self, guid: int) -> int:
+        """Makes a group one that can be gone on with; returns how many tokens that costs."""
+        if guid not in self._grouper.asked:  # it is still as it was kept before
+            return 0
+        return sum(map(break_off, self._grouper.running[guid]))
+
+    def _num_held(self, guid: int) -> int:
+        """Counts what was sampled of a group that does not heed its end."""
+        records = self._grouper.running[guid]
+        return sum(len(call.draft.token_ids) for record in records for call in record.calls)
 
     def _put(self, groups: list[PromptGroup]) -> None:
         self._producer.put_partial(groups)
@@ -153,7 +172,6 @@ class Unfinished:
             return self._producer.partial[guid]
         rows = []
         for sibling, record in enumerate(self._grouper.running[guid]):
-            break_off(record)
             seed, episode = seed_of(self._config.seed, guid, sibling), Episode(record, Score(0.0))
             rows += [
                 row._replace(media=(), media_spans=row.media_spans[:0])  # its prompt has them

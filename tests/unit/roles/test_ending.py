@@ -84,7 +84,10 @@ def test_a_requeue_is_asked_for_once_the_step_is_saved_and_the_verdict_names_it(
     trainer.saved(12)
     asking.join(20)
     assert run.asked("scontrol") == ["scontrol requeue 7"]
-    assert verdict(run).startswith("out of time or preempted, with step 12 saved: requeued, for")
+    assert verdict(run).startswith("time limit reached, with step 12 saved: requeued, for")
+    said = json.loads(paths_of(run).ending("7.0").read_text())
+    assert 0.5 <= said["asked"] - said["time"] < 20, "until it was saved"
+    assert 30 <= said["limit"] - said["asked"] <= 60
 
 
 def test_where_nobody_saves_it_is_asked_for_at_once_and_where_time_is_short_without_the_save(run):
@@ -93,7 +96,7 @@ def test_where_nobody_saves_it_is_asked_for_at_once_and_where_time_is_short_with
     seen(run).will_save()
     requeue.ask_in_time("7", run.run_dir, left_s=requeue.MARGIN_S + 0.3)
     assert time.monotonic() - begun < 20 and len(run.asked("scontrol")) == 2
-    said = "out of time or preempted, and a save was not done in time: requeued"
+    said = "time limit reached, and a save was not done in time: requeued"
     assert verdict(run).startswith(said)
 
 

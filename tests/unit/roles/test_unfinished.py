@@ -11,6 +11,7 @@ from role_fakes import Events, config
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.credits import Credit
+from relax_hpc.bus.durable import Space
 from relax_hpc.bus.log import RecordKind, read_log
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.shards.encode import from_columns
@@ -164,13 +165,15 @@ def test_a_response_that_was_broken_off_goes_on_where_it_was_with_its_versions_a
     [said] = events.of("unfinished")
     # Four or five tokens of each, less the last one, which may have been the end unheard.
     lengths = {g: [len(row.token_ids) - row.prompt_len for row in rows] for g, rows in kept.items()}
-    assert said == {"num_groups": 2, "num_tokens": sum(map(sum, lengths.values()))}
+    # The last one of each of four is lost.
+    num_tokens = sum(map(sum, lengths.values()))
+    assert said == {"num_groups": 2, "num_tokens": num_tokens, "num_lost": 4}
     assert {n for rows in lengths.values() for n in rows} <= {3, 4} and len(lengths) == 2
     forget(run)
     engine = Engine(version=1)
     events, _, _ = task(run, engine)
     assert events.of("continued") == [
-        {"num_groups": 2, "num_tokens": said["num_tokens"], "num_dropped": 0}
+        {"num_groups": 2, "num_tokens": num_tokens, "num_dropped": 0, "num_damaged": 0}
     ]
     held = sorted(len(held) for _, held, _ in engine.asked)
     assert held == sorted(n for rows in lengths.values() for n in rows)
@@ -229,10 +232,36 @@ def test_what_nobody_has_gone_on_with_is_kept_as_it_was(run):
     engine = Engine(version=None)
     events, again, group = task(run, engine, ends=announce(run))
     assert engine.asked == [] and group.asked == {}
-    assert events.of("unfinished")[0]["num_groups"] == 1, "the other was not the next one"
+    [said] = events.of("unfinished")
+    assert said["num_groups"] == 1, "the other was not the next one"
+    assert said["num_lost"] == 0, "nothing was broken off"
     for guid, rows in kept.items():
         for row, before in zip(again[guid], rows, strict=True):
             assert row.token_ids.tolist() == before.token_ids.tolist()
+
+
+def test_tokens_that_no_room_an_engine_or_damage_has_cost_are_counted(run, monkeypatch):
+    class Unsent(Engine):
+        async def sample(self, given, draft, how, **further):
+            draft.num_unsent = 10  # of each of four responses
+            return await super().sample(given, draft, how, **further)
+
+    monkeypatch.setattr(Space, "write", lambda *_: False)
+    events, kept, _ = task(run, Unsent(stops_at=4), ends=announce(run))
+    [said] = events.of("unfinished")
+    assert (kept, said["num_groups"], said["num_tokens"]) == ({}, 0, 0)
+    assert 4 * (4 + 10) <= said["num_lost"] <= 4 * (5 + 10)
+    monkeypatch.undo()
+    forget(run)
+    task(run, Engine(stops_at=4), ends=announce(run))
+    forget(run)
+    [record] = [r for r in read_log(run.bus.log("rollout-0")) if r.kind is RecordKind.PARTIAL]
+    run.bus.shard("rollout-0", record.fence, record.seq).write_bytes(b"torn")
+    engine = Engine()
+    events, _, _ = task(run, engine)
+    [said] = events.of("continued")
+    assert said["num_damaged"] == record.tokens > 0
+    assert {len(held) for _, held, _ in engine.asked} == {0}, "all of it is sampled again"
 
 
 def test_a_turn_that_was_over_is_not_sampled_again(run):
