@@ -5,7 +5,8 @@
 # make check   lint, types and the direction of imports only
 # make soak    kill the bus's processes more than a thousand times, wherever that can hurt; read 10 GB; hostile rewards; a
 #              student from random weights
-# make soak-run   end a whole run a hundred times, in every way; its curve is that of one that was left alone
+# make soak-run   end a whole run a hundred times, in every way; its curve is that of one that was left alone; stop
+#              twenty tasks and engines, which are named
 # make soak-sglang   ten thousand images of one size, each by itself; towers cut in two; colours learned from pixels in
 #              whole runs
 # make mutants   before a release: plant mistakes one by one; the tests have to notice nine in ten
@@ -48,7 +49,7 @@ soak: setup
 	$(BIN)/pytest -m soak -s tests/bus tests/bench tests/e2e tests/unit/rewards
 
 soak-run: setup setup-packages
-	$(BIN)/pytest -m soak -s tests/e2e/test_random_ends.py
+	$(BIN)/pytest -m soak -s $(addprefix tests/e2e/test_,random_ends.py stopped_tasks.py stop.py)
 
 soak-sglang: setup setup-packages setup-sglang
 	RELAX_SGLANG_PYTHON=$(SGLANG)/bin/python $(BIN)/pytest -m soak -s tests/engines

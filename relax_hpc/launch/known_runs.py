@@ -4,12 +4,15 @@ Links need no lock, and one whose run is gone, or cannot be seen from here, is p
 """
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from relax_hpc.paths import RunPaths
+from relax_hpc.telemetry import history
+from relax_hpc.telemetry.events import FREQUENT, read_events
 
 RUNS = Path("runs")
 """Where runs lie by default, below the folder of the command."""
@@ -62,6 +65,26 @@ def called(name: str) -> list[Path]:
         return near
     linked = [run for run in _linked() if run.name == name and is_run(run)]
     return list({run.resolve(): run for run in linked}.values())
+
+
+def longest_save(model: Path) -> tuple[str, float | None]:
+    """Tells how long saves of a model took in the newest run that has made one.
+
+    Returns:
+        That run in words, and the seconds of its longest save; None where none is known.
+    """
+    newest = dict[float, Path]()
+    for run in everywhere():
+        with suppress(OSError, ValueError, KeyError, TypeError):  # somebody else's, or an old one
+            config = RunPaths(run).config
+            if Path(json.loads(config.read_text())["model"]["path"]) == model:
+                newest[config.stat().st_mtime] = run
+    for _, run in sorted(newest.items(), reverse=True):
+        with suppress(OSError):
+            seconds = history.longest_save_s(read_events(RunPaths(run).events_folder, but=FREQUENT))
+            if seconds is not None:
+                return f"run {run.name} (of the same model)", seconds
+    return "this run", None
 
 
 def is_run(folder: Path) -> bool:

@@ -241,7 +241,20 @@ class Preemption(NamedTuple):
     mode: str
     """REQUEUE, CANCEL or SUSPEND."""
     grace_s: int
-    """Seconds from the announcement to the end; 0: it is not announced."""
+    """Seconds that it is given from then on (GraceTime)."""
+    is_told: bool = True
+    """Whether Slurm sends it our signal then; of TERM alone it cannot tell what is meant."""
+
+    @property
+    def notice_s(self) -> int:
+        """Seconds from the announcement to the end; 0: it is not announced."""
+        return self.grace_s * self.is_told
+
+    @property
+    def lack(self) -> str:
+        """Tells in the cluster's words why nothing is announced."""
+        said = f"GraceTime = {self.grace_s}"
+        return said if self.is_told else f"{said}, without preempt_send_user_signal"
 
 
 def check_preemption(
@@ -249,6 +262,7 @@ def check_preemption(
     *,
     save_every: int,
     save_s: float | None,
+    whose: str = "this run",
     say: Callable[[str], None],
 ) -> None:
     """Says what a preemption, or the time limit, would cost the run.
@@ -256,21 +270,28 @@ def check_preemption(
     Args:
         components: in the order of the job.
         save_every: steps from one checkpoint to the next.
-        save_s: seconds that the longest save of this run took; None before the first.
+        save_s: seconds that the longest save of this run, or of one like it, took; None where
+            there was none.
+        whose: save that was, in words.
         say: is told once of each partition or QOS that preempts.
 
     Raises:
         ConfigError: the job asks for --requeue by name, and nobody would requeue it.
     """
     margin_s, ahead_s = requeue.MARGIN_S, requeue.SIGNAL_AHEAD_S
+    config = _words("scontrol", "show", "config")
+    asked = components[0].resources.sbatch
+    if re.search(r"^JobRequeue\s*=\s*0\s*$", config, re.MULTILINE) and "--no-requeue" not in asked:
+        say(
+            "this cluster requeues only jobs that ask for it (JobRequeue = 0): the script does; "
+            "where a rule of the site takes that back, resume the run"
+        )
     if save_s is not None and save_s + margin_s > ahead_s:
         say(
-            f"a save of this run took {save_s:.0f} s, and the time limit is announced {ahead_s} s "
+            f"a save of {whose} took {save_s:.0f} s, and the time limit is announced {ahead_s} s "
             f"before: up to {save_every} steps are trained again after it; lower actor.save_every"
         )
-    asked = components[0].resources.sbatch
     told: set[str] = set()
-    config = _words("scontrol", "show", "config")
     for component in components:
         found = _preemption(component, config)
         if found is None or found.by in told:
@@ -284,45 +305,48 @@ def check_preemption(
             )
             continue
         ends = found.mode == "CANCEL" or "--no-requeue" in asked
-        if ends and not found.grace_s and "--requeue" in asked:
+        if ends and not found.notice_s and "--requeue" in asked:
             raise ConfigError(
                 f"{components[0].key}.sbatch asks for --requeue: {found.by} cancels jobs that it "
-                "preempts at once (PreemptMode = CANCEL, GraceTime = 0), and nobody could requeue "
+                f"preempts at once (PreemptMode = CANCEL, {found.lack}), and nobody could requeue "
                 "this one; use another partition, or remove --requeue"
             )
-        say(f"{key} {_cost(found, ends, save_every, save_s)}")
+        say(f"{key} {_cost(found, ends, save_every, save_s, whose)}")
 
 
-def _cost(found: Preemption, ends: bool, save_every: int, save_s: float | None) -> str:
+def _cost(found: Preemption, ends: bool, save_every: int, save_s: float | None, whose: str) -> str:
     """Returns in words the cost of a preemption."""
     again = "steps are trained again; lower actor.save_every"
-    if not found.grace_s:
+    if not found.notice_s:
         then = "cancels jobs that it preempts, at once: resume it then" if ends else (
             "requeues jobs that it preempts, at once"
         )  # fmt: skip
+        if found.grace_s:
+            then = then.replace("at once", f"in effect at once ({found.lack})")
         return f"{then}; up to {save_every} {again}"
     said = f"announces a preemption {found.grace_s} s before (GraceTime)"
     if save_s is None:
         return f"{said}; how long a save takes is not known before the first"
     if save_s + requeue.MARGIN_S > found.grace_s:
-        return f"{said}, and a save of this run took {save_s:.0f} s: up to {save_every} {again}"
-    return f"{said}; a save of this run took {save_s:.0f} s"
+        return f"{said}, and a save of {whose} took {save_s:.0f} s: up to {save_every} {again}"
+    return f"{said}; a save of {whose} took {save_s:.0f} s"
 
 
 def _preemption(component: Component, config: str) -> Preemption | None:
     """How a component's nodes would be taken from it; None if they would not, or nobody says."""
     kind = re.search(r"^PreemptType\s*=\s*preempt/(\w+)", config, re.MULTILINE)
-    resources = component.resources
+    told = re.search(r"^SlurmctldParameters\s*=.*\bpreempt_send_user_signal", config, re.MULTILINE)
+    found, resources = None, component.resources
     if kind and kind[1] == "qos" and resources.qos:
         rows = _words("sacctmgr", "-nP", "show", "qos", "format=Name,Preempt,PreemptMode,GraceTime")
         default = re.search(r"^PreemptMode\s*=\s*(\S+)", config, re.MULTILINE)
-        return preemption_by_qos(rows, resources.qos, default[1] if default else "OFF")
+        found = preemption_by_qos(rows, resources.qos, default[1] if default else "OFF")
     if kind and kind[1] == "partition_prio":
         text = _words(*PARTITIONS)
         known = parse_sinfo(_words(*_SINFO))
         names = (resources.partition or known.default or "").split(",")
-        return preemption_by_partition(parse_limits(text), known, names)
-    return None
+        found = preemption_by_partition(parse_limits(text), known, names)
+    return found and found._replace(is_told=told is not None)
 
 
 def preemption_by_partition(

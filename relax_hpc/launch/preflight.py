@@ -10,7 +10,7 @@ from relax_hpc import kernel_cache, user_files
 from relax_hpc.comm import gpus
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import interpreter, partitions, trial
+from relax_hpc.launch import interpreter, known_runs, partitions, trial
 from relax_hpc.launch.placement import Component, sides
 from relax_hpc.roles import table
 from relax_hpc.roles.training.check import check_first_weights, check_model, check_weights
@@ -71,7 +71,8 @@ def check(
             partitions.check_limits(part)
             trial.check_number(part)
         every = config.actor.save_every
-        partitions.check_preemption(hosts, save_every=every, save_s=None, say=say)
+        whose, save_s = known_runs.longest_save(config.model.path)
+        partitions.check_preemption(hosts, save_every=every, save_s=save_s, whose=whose, say=say)
     else:
         check_gpus(components, lacks)
     return config

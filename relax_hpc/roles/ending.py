@@ -30,19 +30,27 @@ class Ending:
     def __init__(self, paths: RunPaths, attempt: str, saves: Path | None = None) -> None:
         self._saves, record = saves or paths.saves(attempt), paths.ending(attempt)
         self._read = seen.follow(record, partial(read_json, record))
+        critic = paths.critic_saves(attempt)
+        self._read_critic = seen.follow(critic, partial(read_json, critic))
+        self._critic_save_s = 0.0
         self._is_near, self._looked = False, -LOOK_EVERY_S
 
     def is_near(self) -> bool:
         """Whether the job is about to end; looks once a second at most."""
         now = time.monotonic()
         if now - self._looked >= LOOK_EVERY_S:
-            record = self._read()
+            record, critic = self._read(), self._read_critic() or {}
+            self._critic_save_s = float(critic.get("save_s", self._critic_save_s))
             self._is_near, self._looked = record is not None and "refused" not in record, now
         return self._is_near
 
-    def will_save(self) -> None:
-        """Says that the end is to wait for a save, as long as it can."""
-        write_json(self._saves, {"step": None})
+    def critic_save_s(self) -> float:
+        """Seconds that a save of the critic takes, as it said before the last look; 0 of none."""
+        return self._critic_save_s
+
+    def will_save(self, save_s: float = 0.0) -> None:
+        """Says that the end is to wait for a save, as long as it can, and how long one takes."""
+        write_json(self._saves, {"step": None, "save_s": save_s})
 
     def saved(self, step: int) -> None:
         """Says that this step, or what rollout keeps of so many prompt groups, is on disk, and that

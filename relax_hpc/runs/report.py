@@ -14,6 +14,7 @@ from relax_hpc.runs import engine_rows, logs
 from relax_hpc.runs.quiet import Quiet
 from relax_hpc.runs.status import RunStatus
 from relax_hpc.runs.watching import Watch
+from relax_hpc.telemetry import ends
 from relax_hpc.telemetry.progress import duration, short
 
 _SHOWN = re.compile(r" relax_hpc\.(?:roles|checkpoints)\.[^:]*: (.*)")
@@ -146,14 +147,15 @@ def _redone(count: dict[str, int]) -> list[tuple[str, str]]:
     return [("redone", "; ".join(said))] if said else []
 
 
-def _announced_ends(ends: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+def _announced_ends(found: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """Tells how long announced ends took, the longest one, and what they wasted."""
-    if not ends:
+    if not found:
         return []
-    longest, wasted = (max(each[key] for each in ends) for key in ("drained_s", "wasted"))
-    said = f"{len(ends)} announced: requeued {longest:.1f} s after that"
-    most = " at most" * (len(ends) > 1)
-    return [("ends", f"{said}{most}, {wasted:.1%} of the last 10 minutes wasted{most}")]
+    longest = max(each["drained_s"] for each in found)
+    most = " at most" * (len(found) > 1)
+    share = ends.share_wasted([ends.End(**each) for each in found])
+    said = f"{len(found)} announced: requeued {longest:.1f} s after that{most}"
+    return [("ends", f"{said}; {share:.1%} of the last 10 minutes before them wasted")]
 
 
 def _parameters(count: dict[str, int] | None) -> list[tuple[str, str]]:

@@ -17,7 +17,8 @@ from relax_hpc.records import write_json
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.runs import status
 from relax_hpc.runs.changes import Changed, another_run, changed
-from relax_hpc.telemetry.events import FREQUENT, Event, read_events
+from relax_hpc.telemetry import history
+from relax_hpc.telemetry.events import FREQUENT, read_events
 from relax_hpc.user_programs import ORIGIN
 
 
@@ -67,7 +68,7 @@ def resume(
         partitions.check_preemption(
             [each for each in components if not each.on],
             save_every=config.actor.save_every,
-            save_s=longest_save_s(read_events(paths.events_folder, but=FREQUENT)),
+            save_s=history.longest_save_s(read_events(paths.events_folder, but=FREQUENT)),
             say=say,
         )
     _compare_programs(paths.programs, say)
@@ -163,14 +164,6 @@ def check_resources(components: Sequence[Component], mode: submit.Mode) -> None:
         hosts = [each for each in components if not each.on]
         partitions.check_partitions(hosts, partitions.partitions())
         partitions.check_limits(hosts)
-
-
-def longest_save_s(events: Sequence[Event]) -> float | None:
-    """Seconds of the longest save of a run; None if there was none."""
-    times = [
-        each["wait_s"] + each["background_s"] for each in events if each["event"] == "checkpoint"
-    ]
-    return max(times, default=None)
 
 
 def _make_private(config: JobConfig, paths: RunPaths) -> None:

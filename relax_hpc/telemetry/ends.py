@@ -15,9 +15,17 @@ class End(NamedTuple):
     attempt: str
     drained_s: float
     """Seconds from the announcement to that request: all was saved, or there was no more time."""
-    wasted: float
-    """Share of the attempt's last 10 minutes, or of all of it, that came to nothing: these seconds,
-    in which nothing is sampled, and those of its steps that were trained again."""
+    window_s: float
+    """Seconds that are looked at: the last 10 minutes of the attempt, or all of it."""
+    wasted_s: float
+    """Seconds of these that came to nothing: those of draining, in which nothing is sampled, and
+    those of steps that were trained again."""
+
+
+def share_wasted(ends: Sequence[End]) -> float:
+    """Returns the wasted part of the last minutes before all of these ends; 0 of none."""
+    window_s = sum(each.window_s for each in ends)
+    return sum(each.wasted_s for each in ends) / window_s if window_s else 0.0
 
 
 def announced(records: Mapping[str, Mapping[str, Any]], events: Sequence[Event]) -> list[End]:
@@ -35,9 +43,9 @@ def announced(records: Mapping[str, Mapping[str, Any]], events: Sequence[Event])
     ends = []
     for name, record in sorted(asked.items(), key=lambda item: item[1]["asked"]):
         end, drained_s = record["asked"], record["asked"] - record["time"]
-        window_s = min(WINDOW_S, end - begun[name])
+        window_s = max(min(WINDOW_S, end - begun[name]), 0.0)
         lost_s = drained_s + _trained_again_s(events, end - window_s, record["time"], end)
-        ends.append(End(name, drained_s, min(lost_s / window_s, 1.0) if window_s > 0 else 0.0))
+        ends.append(End(name, drained_s, window_s, min(lost_s, window_s)))
     return ends
 
 

@@ -123,3 +123,11 @@ def _recent(done: Sequence[Event]) -> list[Event]:
 
 def _is_number(value: Any) -> bool:  # noqa: ANN401
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def longest_save_s(events: Sequence[Event]) -> float | None:
+    """Seconds of the longest save of a run; None if there was none."""
+    times = [
+        each["wait_s"] + each["background_s"] for each in events if each["event"] == "checkpoint"
+    ]
+    return max(times, default=None)

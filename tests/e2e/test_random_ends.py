@@ -40,8 +40,8 @@ def submit_slow(tiny, folder, steps, **settings):
         "reward.name": f"{folder}/slow_sums.py:score",
         "schedule.num_steps": steps, "schedule.prompts_per_step": PROMPTS,
         "rollout.samples_per_prompt": SIBLINGS, "rollout.groups_per_shard": 4,
-        "launch.max_restarts": 1000, "actor.save_every": SAVE_EVERY, "actor.layout.data_parallel": 2,
-        "actor.optimizer.lr": 1e-4,
+        "launch.max_restarts": 1000, "actor.save_every": SAVE_EVERY,
+        "actor.layout.data_parallel": 2, "actor.optimizer.lr": 1e-4,
         "eval.heldout.every": 0, "eval.heldout.num_prompts": 512,
     }  # fmt: skip
     return submit("demo", tiny, local=False, **small | settings).run_dir

@@ -25,19 +25,24 @@ from relax_hpc.runs import verdict
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("slurm_cluster")]
 
 STEPS, PROMPTS, SIBLINGS = 16, 8, 4
+STEP_S = 100
+"""Seconds of a step that, with Slurm's 90, do not fit into what its first one leaves of a limit."""
 MOST_IN_FLIGHT = 2 * PROMPTS * SIBLINGS
 """Responses that may be under way, by a staleness of 1."""
 
 
-def submit_slow(tiny, folder, **settings):
+def submit_slow(tiny, folder, seconds=0.3, **settings):
     """A run whose own checkpoints are far apart: what is redone would be many steps."""
     small = {
-        "run_root": folder, "launch.profile": "local", "reward.name": unhurried(folder),
+        "run_root": folder, "launch.profile": "local", "reward.name": unhurried(folder, seconds),
         "schedule.num_steps": STEPS, "schedule.prompts_per_step": PROMPTS,
         "rollout.samples_per_prompt": SIBLINGS, "rollout.groups_per_shard": 2,
         "actor.save_every": 1000, "eval.heldout.every": 0, "eval.heldout.num_prompts": 8,
     }  # fmt: skip
-    return submit("demo", tiny, local=False, **small | settings).run_dir
+    hurry(folder)  # `submit` tries the reward
+    run_dir = submit("demo", tiny, local=False, **small | settings).run_dir
+    (folder / "slowly").touch()
+    return run_dir
 
 
 def announce(run_dir, number=signal.SIGUSR2):
@@ -130,5 +135,28 @@ def test_a_run_that_may_not_be_requeued_goes_on_and_says_to_resume(tiny, tmp_pat
         wait_until(run_dir, is_over, 200)
         assert events_of(run_dir, "actor", "resume") == []
         assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    finally:
+        cli("cancel", run_dir)
+
+
+@pytest.mark.soak
+def test_a_trainer_ends_its_job_before_a_step_that_the_time_limit_would_cut_off(tiny, tmp_path):
+    """Slurm would say so when 2 minutes are left at the soonest; a step and its end need more."""
+    run_dir = submit_slow(tiny, tmp_path, STEP_S, **{"resources.time": 5})
+    try:
+        wait_for(is_requeued(run_dir, 1), 300)
+        hurry(tmp_path)
+        log = cli("logs", run_dir, "--component", "actor", "--all")
+        assert log.count("ending before it") == 1
+        [saved] = events_of(run_dir, "actor", "checkpoint")
+        wait_until(run_dir, is_over, 250)
+        steps = [event["step"] for event in events_of(run_dir, "actor", "step")]
+        assert steps == [*range(1, STEPS + 1)]
+        [first, *_] = events_of(run_dir, "actor", "resume")
+        assert first["step"] == saved["step"]
+        now = status(run_dir)["progress"]
+        [end] = now["announced_ends"]
+        print(end, cli("status", run_dir))
+        assert now["redone"]["steps"] == 0 and end["wasted_s"] < 0.02 * 600
     finally:
         cli("cancel", run_dir)

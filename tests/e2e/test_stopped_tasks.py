@@ -1,7 +1,10 @@
 """A process that is stopped is named with its stack and ended; only its component starts again."""
 
 import os
+import random
+import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,11 @@ pytestmark = pytest.mark.long
 
 STEPS, PROMPTS, SIBLINGS = 60, 4, 4
 HANG_S = 6
+PLACE = re.compile(r"process \d+: state T.*?, at [\w./-]+\.py:\d+ in \w+")
+"""Where an engine was stopped, in what is said of it."""
+KINDS = {"actor": ("actor", 1), "rank 0": ("actor", 0), "rollout": ("rollout", 0),
+         "reference": ("reference", 0), "engine": None}  # fmt: skip
+"""What is stopped -> its component and rank."""
 
 
 def submit_small(tiny, tmp_path, **settings):
@@ -123,9 +131,62 @@ def test_of_each_component_that_is_stopped_under_slurm_only_that_starts_again(ti
         finish(run_dir, tmp_path)
         assert_only_these_hung(run_dir, tasks)
         [end] = [e for e in events_of(run_dir, "rollout", "engine_end")]
-        assert "hangs: engine" in end["reason"] and "state T" in end["reason"]
+        assert "hangs: engine" in end["reason"] and PLACE.search(end["reason"])
     finally:
         cli("cancel", run_dir)
+
+
+def named_since(run_dir, begun):
+    """Who was found to hang since, and ended: (component, rank), seconds, its deadline, where."""
+    found = []
+    for each in events_of(run_dir):
+        if each["time"] > begun and each["event"] == "hang" and each["ended"]:
+            task = (each["role"], each["rank"])
+            found.append((task, each["seconds"], each["limit_s"], each["place"]))
+        if each["time"] > begun and each["event"] == "engine_end" and "hangs" in each["reason"]:
+            seconds = float(re.search(r"said nothing for (\d+) s", each["reason"])[1])
+            at = PLACE.search(each["reason"])
+            found.append((None, seconds, HANG_S, at[0] if at else ""))
+    return found
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("slurm_cluster")
+@pytest.mark.parametrize(("mpi", "world"), [("pmix", "MpiWorld"), ("none", "StarWorld")])
+def test_ten_random_stops_are_named_rightly_within_twice_their_deadline(tiny, tmp_path, mpi, world):
+    settings = {
+        "launch.profile": "local", "resources.mpi": mpi, "launch.max_restarts": 1000,
+        "schedule.num_steps": 5000,
+    }  # fmt: skip
+    run_dir = submit_small(tiny, tmp_path, local=False, **settings)
+    kinds, said = [*KINDS, *KINDS], []
+    random.Random(world).shuffle(kinds)
+    try:
+        wait_until(run_dir, has_done(1), 240)
+        assert {e["kind"] for e in events_of(run_dir, "actor", "world")} == {world}
+        for kind in kinds:
+            before, begun = starts(run_dir), time.time()
+            task = KINDS[kind]
+            stop(run_dir, *task) if task else stop_engine(run_dir)
+            wait_until(run_dir, lambda _, begun=begun: named_since(run_dir, begun), 120)
+            took = time.time() - begun
+            back = {
+                role: count + (bool(task) and role == task[0]) for role, count in before.items()
+            }
+            wait_until(run_dir, lambda _, back=back: starts(run_dir) == back, 120)
+            done = status(run_dir)["progress"]["steps_done"]
+            wait_until(run_dir, has_done(done + 1), 240)
+            said.append((kind, took, *named_since(run_dir, begun)))
+            assert starts(run_dir) == back, (said, "nobody else was started again")
+        for kind, _, *found in said:
+            [(task, seconds, limit_s, place)] = found
+            assert task == KINDS[kind] and ".py:" in place, said
+            assert limit_s <= seconds <= 2 * limit_s, said
+        assert status(run_dir)["progress"]["trajectories"]["trained_twice"] == 0
+    finally:
+        cli("cancel", run_dir)
+        print(world, *said, sep="\n")
 
 
 def test_ranks_that_meet_by_files_are_named_likewise(tiny, tmp_path):

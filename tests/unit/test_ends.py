@@ -30,13 +30,13 @@ def test_what_was_drained_and_what_is_trained_again_is_waste_of_the_last_ten_min
         "7.0": {"time": 1901.0, "asked": 1904.0, "limit": None},
     }
     first, second = ends.announced(records, RUN)
-    assert first == ("7.0", 3.0, 3.0 / 600)  # it ran for longer than 10 minutes
-    assert second == ("7.1", 9.0, (9.0 + 80.0) / 200)  # and this one 200 s
+    assert first == ("7.0", 3.0, 600.0, 3.0)  # it ran for longer than 10 minutes
+    assert second == ("7.1", 9.0, 200.0, 9.0 + 80.0)  # and this one 200 s
     [(name, said)] = report._announced_ends([first._asdict(), second._asdict()])
     assert name == "ends"
     assert said == (
-        "2 announced: requeued 9.0 s after that at most, 44.5% of the last 10 minutes wasted at "
-        "most"
+        "2 announced: requeued 9.0 s after that at most; 11.5% of the last 10 minutes before them "
+        "wasted"
     )
     assert report._announced_ends([]) == []
 
@@ -48,7 +48,7 @@ def test_a_step_that_is_trained_again_counts_as_far_as_it_lies_in_the_ten_minute
         event(1700, "start", attempt="7.1"), step(1800, 2, 1.0), step(1900, 3, 1.0),
     ]  # fmt: skip
     [end] = ends.announced({"7.0": {"time": 1599.0, "asked": 1600.0}}, run)
-    assert end.wasted == (105.0 + 1.0) / 600
+    assert (end.window_s, end.wasted_s) == (600.0, 105.0 + 1.0)
 
 
 def test_an_end_that_was_refused_or_is_under_way_is_none_yet():

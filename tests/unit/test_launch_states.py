@@ -20,7 +20,8 @@ from relax_hpc.records import write_json
 from relax_hpc.runs import status, verdict
 from relax_hpc.runs.cancel import cancel
 from relax_hpc.runs.changes import changed
-from relax_hpc.runs.resume import longest_save_s, resume
+from relax_hpc.runs.resume import resume
+from relax_hpc.telemetry import history
 
 
 @pytest.fixture
@@ -394,4 +395,4 @@ def test_the_longest_save_is_that_of_whoever_took_longest():
         {"event": "checkpoint", "role": "critic", "wait_s": 0.25, "background_s": 7.0},
         {"event": "step", "step": 1},
     ]
-    assert longest_save_s(saves) == 7.25 and longest_save_s(saves[2:]) is None
+    assert history.longest_save_s(saves) == 7.25 and history.longest_save_s(saves[2:]) is None

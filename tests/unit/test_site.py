@@ -1,5 +1,6 @@
 """What a site and a user want said to Slurm: spellings, shared tables, profiles, interpreters."""
 
+import json
 import os
 import re
 import subprocess
@@ -13,10 +14,12 @@ from typer.testing import CliRunner
 from relax_hpc.cli.main import app
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
-from relax_hpc.launch import interpreter, partitions, profiles, script, submit
+from relax_hpc.launch import interpreter, known_runs, partitions, profiles, script, submit
 from relax_hpc.launch.placement import Component, place
 from relax_hpc.launch.submit import plan, resolve
+from relax_hpc.paths import RunPaths
 from relax_hpc.sections import Resources
+from relax_hpc.telemetry.events import EventWriter
 
 
 @pytest.fixture(autouse=True)
@@ -302,15 +305,25 @@ def test_whose_jobs_are_preempted_and_how_is_read_as_slurm_prints_it():
         limits = partitions.parse_limits(PARTITIONS.format(mode=mode, grace=grace))
         return partitions.preemption_by_partition(limits, NODES, names)
 
-    assert found(["low"]) == ("partition low", "REQUEUE", 15)
-    assert found(["high", "low"], "GANG,SUSPEND", 0) == ("partition low", "SUSPEND", 0)
+    assert found(["low"]) == ("partition low", "REQUEUE", 15, True)
+    assert found(["high", "low"], "GANG,SUSPEND", 0) == ("partition low", "SUSPEND", 0, True)
     assert found(["high"]) is None, "nobody is above it"
     assert found(["apart"]) is None, "who is above it has other nodes"
     assert found(["low"], "OFF") is None
     rows = "normal||cluster|00:00:00\nurgent|normal,scavenge|cluster|00:00:00\n"
     rows += "scavenge||cancel|00:02:05\n"
-    assert partitions.preemption_by_qos(rows, "normal", "REQUEUE") == ("QOS normal", "REQUEUE", 0)
-    assert partitions.preemption_by_qos(rows, "scavenge", "OFF") == ("QOS scavenge", "CANCEL", 125)
+    assert partitions.preemption_by_qos(rows, "normal", "REQUEUE") == (
+        "QOS normal",
+        "REQUEUE",
+        0,
+        True,
+    )
+    assert partitions.preemption_by_qos(rows, "scavenge", "OFF") == (
+        "QOS scavenge",
+        "CANCEL",
+        125,
+        True,
+    )
     assert partitions.preemption_by_qos(rows, "normal", "OFF") is None
     assert partitions.preemption_by_qos(rows, "urgent", "REQUEUE") is None
 
@@ -333,12 +346,26 @@ COSTS = {
 }
 
 
-def told_of(monkeypatch, mode, grace, save_s=None, sbatch=()):
+CONFIG = """\
+Configuration data as of 2026-11-27T14:31:10
+JobRequeue              = {requeue}
+PreemptMode             = REQUEUE
+PreemptParameters       = (null)
+PreemptType             = preempt/partition_prio
+PreemptExemptTime       = 00:00:00
+SlurmctldParameters     = {parameters}
+"""
+SIGNALS = "enable_configless,preempt_send_user_signal"
+
+
+def told_of(
+    monkeypatch, mode, grace, save_s=None, sbatch=(), requeue=1, parameters=SIGNALS, **further
+):
     """What is said of a run of two components in partition low."""
     said = []
     answers = {
         "sinfo": "low*|n1|(null)\nhigh|n1|(null)",
-        "scontrol show config": "JobRequeue = 1\nPreemptType             = preempt/partition_prio",
+        "scontrol show config": CONFIG.format(requeue=requeue, parameters=parameters),
         "scontrol --all show partition": PARTITIONS.format(mode=mode, grace=grace),
     }
 
@@ -351,7 +378,9 @@ def told_of(monkeypatch, mode, grace, save_s=None, sbatch=()):
         Component("rollout", 1, Resources(sbatch=list(sbatch)), section="engines.rollout"),
         Component("actor", 1, Resources()),
     ]
-    partitions.check_preemption(components, save_every=20, save_s=save_s, say=said.append)
+    partitions.check_preemption(
+        components, save_every=20, save_s=save_s, say=said.append, **further
+    )
     return said
 
 
@@ -375,6 +404,49 @@ def test_a_save_that_takes_longer_than_the_time_limit_is_announced_is_told_of(mo
     assert told_of(monkeypatch, "OFF", 0, 85.0) == []
     [said] = told_of(monkeypatch, "OFF", 0, 86.0)
     assert said.startswith("a save of this run took 86 s, and the time limit is announced 90 s")
+
+
+@pytest.mark.parametrize("parameters", ["(null)", "enable_configless,idle_on_node_suspend"])
+def test_a_grace_of_which_no_signal_tells_is_none(monkeypatch, parameters):
+    """Slurm sends TERM alone, and squeue moves no limit."""
+    lacks = "in effect at once (GraceTime = 60, without preempt_send_user_signal)"
+    again = "up to 20 steps are trained again; lower actor.save_every"
+    for mode, then in (("REQUEUE", ""), ("CANCEL", ": resume it then")):
+        [said] = told_of(monkeypatch, mode, 60, 5.0, parameters=parameters)
+        assert said == f"{PREEMPTS}{mode.lower()}s jobs that it preempts, {lacks}{then}; {again}"
+    with pytest.raises(ConfigError, match=r"GraceTime = 60, without preempt_send_user_signal\)"):
+        told_of(monkeypatch, "CANCEL", 60, sbatch=["--requeue"], parameters=parameters)
+
+
+def test_a_cluster_that_requeues_only_who_asks_is_told_of(monkeypatch):
+    [said] = told_of(monkeypatch, "OFF", 0, requeue=0)
+    assert said.startswith("this cluster requeues only jobs that ask for it (JobRequeue = 0)")
+    assert told_of(monkeypatch, "OFF", 0, requeue=0, sbatch=["--no-requeue"]) == []
+    assert told_of(monkeypatch, "OFF", 0, requeue=1) == []
+
+
+def test_the_grace_is_held_against_a_save_of_a_run_of_the_same_model(monkeypatch, tmp_path):
+    model = tmp_path / "model"
+    for number, (name, path, seconds) in enumerate(
+        [("older", model, 3.0), ("newer", model, 12.0), ("none", model, None), ("b", "other", 50.0)]
+    ):
+        run = RunPaths(tmp_path / "runs" / name)
+        run.root.mkdir(parents=True)
+        run.config.write_text(json.dumps({"model": {"path": str(path)}}))
+        os.utime(run.config, (number, number))
+        with EventWriter(run.events_folder / "actor-0.jsonl", "actor", 0) as events:
+            if seconds is not None:
+                events.emit("checkpoint", step=1, wait_s=1.0, background_s=seconds - 1, bytes=1)
+    (tmp_path / "runs" / "torn").mkdir()
+    (tmp_path / "runs" / "torn" / "run.json").write_text("{")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    found = known_runs.longest_save(model)
+    assert found == ("run newer (of the same model)", 12.0)
+    assert known_runs.longest_save(tmp_path / "unseen") == ("this run", None)
+    whose, save_s = found
+    [said] = told_of(monkeypatch, "REQUEUE", 15, save_s, whose=whose)
+    assert "a save of run newer (of the same model) took 12 s: up to 20 steps" in said
 
 
 def asked_of(job, *words):

@@ -39,10 +39,16 @@ class Admission:
     Args:
         end: of the job.
         save_times: tells the seconds of all saves so far.
+        critic_save_s: tells the seconds that the critic needs for its save of the same step.
     """
 
-    def __init__(self, end: JobEnd, save_times: Callable[[], Sequence[float]]) -> None:
-        self._end, self._save_times = end, save_times
+    def __init__(
+        self,
+        end: JobEnd,
+        save_times: Callable[[], Sequence[float]],
+        critic_save_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._end, self._save_times, self._critic_save_s = end, save_times, critic_save_s
         self._step_times = deque[float](maxlen=_REMEMBERED)
         self._work_times = deque[float](maxlen=_REMEMBERED)
         """Time of each step after its batch was there, which is after the last look in it."""
@@ -61,7 +67,8 @@ class Admission:
         self._looked = now
         if self._has_announced or not self._step_times:
             return
-        step_s, save_s = high(self._step_times), high(self._save_times())
+        step_s = high(self._step_times)
+        save_s = max(high(self._save_times()), self._critic_save_s())
         after_s = max(save_s + MARGIN_S, self._end.ahead_s)
         # However long a batch was waited for, the work on it is still to come.
         needed_s = max(step_s - (now - self._begun), high(self._work_times)) + after_s

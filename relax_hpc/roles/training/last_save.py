@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from relax_hpc.comm.world import World
 from relax_hpc.roles.ending import Ending
-from relax_hpc.roles.training.admission import Admission, JobEnd
+from relax_hpc.roles.training.admission import Admission, JobEnd, high
 
 if TYPE_CHECKING:
     from relax_hpc.engines.training_engine import TrainingEngine
@@ -42,7 +42,10 @@ class LastSave:
         job_end: JobEnd | None = None,
     ) -> None:
         self._world, self._trainer, self._saves, self._ending = world, trainer, saves, ending
-        self._admission = Admission(job_end, lambda: saves.times) if ending and job_end else None
+        self._admission: Admission | None = None
+        self._num_told = 0
+        if ending and job_end:
+            self._admission = Admission(job_end, lambda: saves.times, ending.critic_save_s)
         if ending:
             ending.will_save()
 
@@ -60,13 +63,16 @@ class LastSave:
             log.error("the job is about to end, and step %d could not be saved", step)
         ending.saved(step)
         ending.wait()
-        ending.will_save()
+        ending.will_save(high(self._saves.times))
         log.info("the job is not about to end any more: going on")
 
     def is_due(self) -> bool:
         """Rank 0's: whether a wait for a batch is to be broken off, and this to be called."""
         if self._admission:
             self._admission.consider(self._trainer.step)
+        if self._ending is not None and self._num_told != len(self._saves.times):
+            self._num_told = len(self._saves.times)
+            self._ending.will_save(high(self._saves.times))
         return self._ending is not None and self._ending.is_near()
 
     def close(self) -> None:

@@ -105,6 +105,28 @@ def test_a_step_that_the_announcement_would_cut_off_is_not_begun(clock):
     assert end.announced == [clock.now]
 
 
+def test_a_save_of_the_critic_that_takes_longer_is_waited_for_too(tmp_path, clock):
+    paths = RunPaths(tmp_path)
+    paths.control.mkdir()
+    saves = Saves()
+    critic = LastSave(SoloWorld(), Trainer, saves, Ending(paths, "7.0", paths.critic_saves("7.0")))
+    saves.times = (70.0, 60.0)
+    assert not critic.is_due()  # and says how long its saves take
+    actor = Ending(paths, "7.0")
+    assert not actor.is_near()
+    end = End(clock, None)
+    found = Admission(end, lambda: [20.0], actor.critic_save_s)
+    for step in range(2):
+        found.consider(step)
+        clock.now += 100
+    end.at = clock.now + 100 + 70 + MARGIN_S + 0.5
+    found.consider(2)
+    assert end.announced == []
+    end.at -= 1
+    found.consider(2)
+    assert end.announced == [clock.now]
+
+
 def test_the_first_step_is_tried_in_any_case_and_the_end_is_announced_once(clock):
     end = End(clock, clock.now + 1)
     found = Admission(end, lambda: [50.0])
@@ -160,7 +182,7 @@ def test_a_trainer_whose_next_step_does_not_fit_saves_and_has_the_job_requeued(
     last()
     assert saves.saved == [] and not paths.ending("7.0").exists()
     last._admission._step_times.append(130.0)
-    monkeypatch.setattr(ending, "will_save", lambda: None)
+    monkeypatch.setattr(ending, "will_save", lambda *_: None)
     last()
     wait_for(lambda: last() or run.asked("scontrol"))
     assert Trainer.step in saves.saved
@@ -212,7 +234,10 @@ def test_a_wait_for_a_batch_is_broken_off_when_the_work_on_it_would_not_fit(tmp_
         def is_near(self):
             return self.near
 
-        def will_save(self):
+        def critic_save_s(self):
+            return 0.0
+
+        def will_save(self, save_s=0.0):
             pass
 
     end, ending = End(clock, None), Announced()

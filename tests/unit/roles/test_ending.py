@@ -188,6 +188,8 @@ def test_a_bare_term_counts_only_where_squeue_says_that_the_job_ends_soon(run, l
 
 
 class Saves:
+    times = ()
+
     def __init__(self, journal, works=True):
         self.journal, self.works = journal, works
 
@@ -207,7 +209,7 @@ def test_the_trainer_saves_says_so_and_waits_for_the_end_and_goes_on_if_it_does_
     journal, mine = Journal(), seen(run)
     last = LastSave(SoloWorld(), Trainer(), Saves(journal, works), mine)
     record = paths_of(run).saves("7.0")
-    assert json.loads(record.read_text()) == {"step": None}
+    assert json.loads(record.read_text())["step"] is None
     last()
     assert journal == [], "nothing is announced"
     requeue.announce("7", run.run_dir)
@@ -268,6 +270,8 @@ class Trainer:
     step = 0
 
 class Saves:
+    times = ()
+
     def now(self):
         phase("last save")
         print("saved", Trainer.step, flush=True)
