@@ -55,4 +55,4 @@ def _trained_again_s(events: Sequence[Event], begin: float, until: float, end: f
     again = {event["step"] for event in steps if event["time"] > end}
     lost = (event for event in steps if event["time"] <= end and event["step"] in again)
     spans = ((max(e["time"] - e.get("time/step", 0.0), begin), min(e["time"], until)) for e in lost)
-    return sum(max(last - first, 0.0) for first, last in spans)
+    return float(sum(max(last - first, 0.0) for first, last in spans))

@@ -142,7 +142,8 @@ def test_a_run_that_may_not_be_requeued_goes_on_and_says_to_resume(tiny, tmp_pat
 @pytest.mark.soak
 def test_a_trainer_ends_its_job_before_a_step_that_the_time_limit_would_cut_off(tiny, tmp_path):
     """Slurm would say so when 2 minutes are left at the soonest; a step and its end need more."""
-    run_dir = submit_slow(tiny, tmp_path, STEP_S, **{"resources.time": 5})
+    slow = {"resources.time": 5, "reward.deadline_s": 2 * STEP_S}
+    run_dir = submit_slow(tiny, tmp_path, STEP_S, **slow)
     try:
         wait_for(is_requeued(run_dir, 1), 300)
         hurry(tmp_path)
