@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.storage import delete, patiently
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,9 +36,13 @@ def save(drawn: "Figure", path: Path) -> Path:
     """Saves a figure as a PNG, in the place of an older one."""
     check(path)
     draft = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
+
+    def put() -> None:
         drawn.savefig(draft, format="png")
         draft.replace(path)
+
+    try:
+        patiently(path, put)
     finally:
-        draft.unlink(missing_ok=True)
+        delete(draft)
     return path

@@ -5,18 +5,23 @@ forget the files before it. So it never matters where the last one was interrupt
 """
 
 import html
+import io
 import os
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from relax_hpc.storage import delete, move, names, patiently
 from relax_hpc.telemetry.points import Point, Rewind
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 
+_NAME = "events.out.tfevents."
+"""Begin of the names of such files."""
 _VERSION = "brain.Event:2"
 """With it a reader forgets, at a mark, all that comes at that step or after it."""
 
@@ -50,12 +55,13 @@ class TensorBoard:
         # What torch.utils.tensorboard writes with; that would take seconds to import torch.
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        folder.mkdir(parents=True, exist_ok=True)
+        patiently(folder, partial(folder.mkdir, parents=True, exist_ok=True))
         # A reader takes files in the order of their names.
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        name = f"{_NAME}{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self.path = folder / name
         self._draft = folder / f".{os.getpid()}.draft"
-        self._file = self._draft.open("wb")
+        raw = patiently(self._draft, lambda: _PatientFile(self._draft, "w"))
+        self._file = io.BufferedWriter(raw)
         self._records = RecordWriter(self._file)
         self._is_published = False
         self._event(0, time.time(), file_version=_VERSION)
@@ -133,18 +139,20 @@ class TensorBoard:
     def publish(self) -> None:
         """Lets readers have all that was taken, also those on other nodes."""
         self._file.flush()
-        os.fsync(self._file.fileno())
+        patiently(self.path, lambda: os.fsync(self._file.fileno()))
         if self._is_published:
             return
-        self._draft.rename(self.path)
+        move(self._draft, self.path)
         self._is_published = True
         # A reader that is in the file before this one could not go on from it if it were gone.
-        for old in sorted(self.path.parent.glob("events.out.tfevents.*"))[:-2]:
-            old.unlink(missing_ok=True)
+        folder = self.path.parent
+        there = [name for name in names(folder) if name.startswith(_NAME)]
+        for old in there[:-2]:
+            delete(folder / old)
 
     def close(self) -> None:
         self._file.close()
-        self._draft.unlink(missing_ok=True)
+        delete(self._draft)
 
     def __enter__(self) -> Self:
         return self
@@ -162,6 +170,13 @@ class TensorBoard:
 
         record = Event(wall_time=time, step=step, **content)
         self._records.write(record.SerializeToString())
+
+
+class _PatientFile(io.FileIO):
+    """Waits where storage does not take what is written."""
+
+    def write(self, data: Any) -> int:  # noqa: ANN401
+        return patiently(Path(str(self.name)), partial(super().write, data))
 
 
 def _tensor(tag: str, text: bytes | None, metadata: "SummaryMetadata") -> "Summary.Value":

@@ -1,13 +1,16 @@
 """TensorBoard of a run by TensorBoard's own reader: while it is written, after restarts, whole."""
 
 import json
+import threading
 
 import pytest
 from board_runs import curves, evaluation, event, make, read, step, texts, write
+from file_systems import full, small_tmpfs
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import metadata as custom_scalars
 from tensorboard.plugins.hparams import metadata as hparams
 
+from relax_hpc import storage
 from relax_hpc.boards import finish, run_board
 from relax_hpc.boards.description import CHARTS
 from relax_hpc.boards.run_board import RunBoard
@@ -15,6 +18,8 @@ from relax_hpc.telemetry import event_tail, events
 from relax_hpc.telemetry.event_names import tag
 from relax_hpc.telemetry.event_table import EVENTS, PREFIXES
 from relax_hpc.telemetry.event_tail import EventTail
+from relax_hpc.telemetry.points import Point
+from relax_hpc.telemetry.tensorboard import TensorBoard
 
 LOAD = {"seconds": 5.0, "num_tokens": 9, "in_flight": 1, "kv_used": None}
 
@@ -298,3 +303,21 @@ def test_every_tag_is_under_a_prefix_that_the_field_knows_reward_and_loss_come_f
     assert list(PREFIXES[:3]) == sorted(PREFIXES)[:3] == ["eval", "loss", "reward"]
     assert tag("step", "train/mfu") == "trainer/mfu" and tag("step", "policy_version") is None
     assert len(tags) - len({*tags}) == 1  # sync/... of both kinds of updates
+
+
+def test_curves_wait_for_room_and_miss_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "_LONGEST_S", 0.05)
+    storage.settle(60.0)
+    points = [Point("loss/total", n, 0.5, 0.0) for n in range(2000)]
+    with small_tmpfs(tmp_path / "disk", 4) as disk:
+        board = TensorBoard(disk / "tensorboard")
+        board.publish()
+        drawing = threading.Thread(target=lambda: (board.take(points), board.publish()))
+        with full(disk):
+            drawing.start()
+            drawing.join(0.3)
+            assert drawing.is_alive()
+        drawing.join(30)
+        board.close()
+        found = dict(curves(read(disk / "tensorboard")))["loss/total"]
+    assert found == [(n, 0.5) for n in range(2000)]
