@@ -83,7 +83,7 @@ demo-sglang: setup setup-sglang
 	$(SGLANG)/bin/relax-hpc submit jobs/demo.toml --local --follow --set engines.rollout.kind=sglang --set schedule.num_steps=20 --set name=$$($(BIN)/python tests/free_name.py runs demo-sglang)
 
 test-sglang: setup setup-sglang setup-sglang-old
-	RELAX_SGLANG_PYTHON=$(SGLANG_OLD)/bin/python $(BIN)/pytest -m "sglang and not soak" -n $(SGLANG_WORKERS) --dist loadfile $(addprefix tests/engines/test_,engine_contract.py engine_process.py routed_experts.py media_of_sglang.py media_under_pressure.py sounds_of_sglang.py weights_sync.py weights_seeing.py) -k "not (weights_sync or weights_seeing) or ten_updates or keys_of or (older_policy and vl-moe)"
+	RELAX_SGLANG_PYTHON=$(SGLANG_OLD)/bin/python $(BIN)/pytest -m "sglang and not soak" -n $(SGLANG_WORKERS) --dist loadfile $(addprefix tests/engines/test_,engine_contract.py engine_process.py routed_experts.py media_of_sglang.py media_under_pressure.py sounds_of_sglang.py weights_sync.py weights_seeing.py) -k "not (weights_sync or weights_seeing) or ten_updates or keys_of or vl-moe"
 	RELAX_SGLANG_PYTHON=$(SGLANG)/bin/python $(BIN)/pytest -m "sglang and not soak" -n $(SGLANG_WORKERS) --dist loadfile tests/engines
 
 setup-sglang: $(SGLANG)/.ready
