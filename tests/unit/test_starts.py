@@ -133,6 +133,10 @@ def test_a_start_is_drawn_beside_its_steps_on_a_scale_of_its_own(run_dir, tmp_pa
     assert {shown["import"], shown["model"], shown["wait"], shown["update"]} <= left
     assert shown["train"] in right and shown["train"] not in left
     assert shown["model"] not in right
+    pixels = (imread(tmp_path / "t.png")[..., :3] * 255).round().astype(int)
+    blue = [int(shown["train"][i : i + 2], 16) for i in (1, 3, 5)]
+    trained = (pixels == blue).all(axis=-1).any(axis=0)[pixels.shape[1] // 2 :]
+    assert trained.mean() > 0.6, "4 of the 5 seconds behind the start"
     without = timeline_plot.plot([found._replace(start=None)], tmp_path / "t.png")
     assert not any(shown["model"] in half for half in colours(without))
 
