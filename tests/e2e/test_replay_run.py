@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from e2e_runs import cli, is_over, submit, wait_until
+from e2e_runs import cli, events_of, is_over, submit, wait_until
 from typer.testing import CliRunner
 
 from relax_hpc.cli.main import app
@@ -26,8 +26,9 @@ def run_dir(tiny, tmp_path_factory):
     return run_dir
 
 
-def replayed(run_dir, *options, code=0):
-    answer = CliRunner().invoke(app, ["replay", str(run_dir), "--local", "--json", *options])
+def replayed(run_dir, *options, code=0, local=True):
+    words = ["replay", str(run_dir), *["--local"] * local, "--json", *options]
+    answer = CliRunner().invoke(app, words)
     assert answer.exit_code == code, answer.output
     return json.loads(answer.stdout), answer.stderr
 
@@ -41,6 +42,27 @@ def test_a_step_is_the_same_bit_by_bit_from_its_checkpoint_and_from_the_nearest_
     found, said = replayed(run_dir, "--step", "6")
     assert "there is no checkpoint of step 5, so from checkpoint 4, steps 5 to 6" in said
     assert found["first"] == 5 and {each["difference"] for each in found["numbers"]} == {0}
+
+
+@pytest.mark.usefixtures("slurm_cluster")
+def test_under_slurm_ranks_that_meet_by_mpi_train_a_step_again_bit_by_bit(tiny, tmp_path):
+    run_dir = submit(
+        "demo", tiny, local=False, run_root=tmp_path, launch__profile="local",
+        schedule__num_steps=3, schedule__prompts_per_step=4, rollout__samples_per_prompt=4,
+        engines__rollout__count=1, engines__rollout__resources__nodes=1,
+        actor__layout__data_parallel=2, actor__save_every=2,
+        eval__heldout__every=0, eval__heldout__num_prompts=4,
+    ).run_dir  # fmt: skip
+    try:
+        assert wait_until(run_dir, is_over, 240)["state"] == "COMPLETED"
+        found, _ = replayed(run_dir, "--step", "3", local=False)
+    finally:
+        cli("cancel", run_dir)
+    assert found["is_same_grid"] and found["checkpoint"].endswith("step_00000002")
+    assert {each["difference"] for each in found["numbers"]} == {0}
+    assert {each["name"]: each["recorded"] for each in found["numbers"]}["grad_norm"] > 0
+    again = [e for folder in run_dir.glob("replay/*") for e in events_of(folder, "replay", "world")]
+    assert {(each["kind"], each["size"]) for each in again} == {("MpiWorld", 2)}
 
 
 def test_at_another_grid_it_is_nearly_the_same(run_dir):
