@@ -34,7 +34,7 @@ from relax_hpc.roles.engine.parts import Parts
 from relax_hpc.roles.idle import Idle
 from relax_hpc.roles.rollout.evaluation import Due
 from relax_hpc.roles.rollout.heldout import Board, Row, Share
-from relax_hpc.roles.rollout.unfinished import digest_of
+from relax_hpc.roles.rollout.unfinished import digests_of
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.runs import verdict
 from relax_hpc.weights.leave import SnapshotPublisher
@@ -174,7 +174,7 @@ def of_checkpoints(paths):
 def of_models(paths):
     for _ in range(2):  # the second one replaces the first
         hf_folder.write(paths.hf(2), iter(TENSORS.items()), paths.root / "model", shard_bytes=12)
-    return storage.names(paths.hf(2)), digest_of(paths.hf(2))
+    return storage.names(paths.hf(2)), digests_of(paths.hf(2))
 
 
 def of_snapshots(paths):
@@ -230,12 +230,12 @@ OTHERS = {
     "tests/unit/test_storage.py": "reserve",
     "dropped and counted, tests/unit/test_storage.py": "events log",
     "read and written by commands, which tell what they are told": "launch_record launch_claim "
-    "config_before replay replayed summary reward_curve loss_curve timeline view",
+    "config_before replay replayed summary reward_curve loss_curve timeline view all_endings",
     "read and written by curves and messages, of which a run does not depend": "tensorboard "
     "tensorboard_made exported notified",
     "written and read by functions of `records`, and nothing else": "prompt_rows left_out "
     "rendezvous",
-    "of watchdogs, who leave out what they are refused": "hangs",
+    "of watchdogs, who leave out what they are refused": "hangs doing",
     "of torch": "collectives",
 }
 """Why a record is not tried here -> those of `RunPaths`."""

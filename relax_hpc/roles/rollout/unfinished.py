@@ -8,6 +8,8 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Collection
+from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 
 from relax_hpc.bus.durable import Space
@@ -23,6 +25,7 @@ from relax_hpc.roles.ending import Ending
 from relax_hpc.roles.idle import Idle
 from relax_hpc.roles.rollout.episodes import Episode, Grouper, rows_of, seed_of
 from relax_hpc.schema import PromptGroup
+from relax_hpc.storage import names, patiently
 from relax_hpc.telemetry.events import EventWriter
 
 log = logging.getLogger(__name__)
@@ -196,8 +199,12 @@ def digests_of(model: Path) -> str:
     Of weights it is one of names and sizes: all of their bytes would be read at every start, and
     what was sampled is of a policy that the trainer has made since.
     """
-    found = {name: read_bytes(model / name) for name in sorted(_READ) if (model / name).is_file()}
-    sizes = sorted((path.name, path.stat().st_size) for path in model.glob(_WEIGHTS))
+    found = dict[str, bytes]()
+    for name in sorted(_READ):
+        with suppress(FileNotFoundError):
+            found[name] = read_bytes(model / name)
+    weights = [model / name for name in names(model) if fnmatch(name, _WEIGHTS)]
+    sizes = [(path.name, patiently(path, path.stat).st_size) for path in weights]
     found |= {_WEIGHTS: json.dumps(sizes).encode()} if sizes else {}
     short = {name: hashlib.sha256(data).hexdigest()[:_DIGITS] for name, data in found.items()}
     return json.dumps(short)
