@@ -57,7 +57,6 @@ def check(
         config = role.checked(config, shape, say)
     check_boards(config)
     check_notify(config)
-    check_kernel_cache(config, components, say)
     for component in components:
         check_component(component)
         interpreter.check(
@@ -75,6 +74,7 @@ def check(
         partitions.check_preemption(hosts, save_every=every, save_s=save_s, whose=whose, say=say)
     else:
         check_gpus(components, lacks)
+    check_kernel_cache(config, components, say)
     return config
 
 

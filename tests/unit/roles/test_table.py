@@ -156,6 +156,7 @@ MAY = {
     "schema.py": "COLUMNS names who writes a column",
     "telemetry/event_table.py": "EVENTS names who notes an event; held to the table above",
     "telemetry/progress.py": "the actor's phase of that name, in the order of a step",
+    "telemetry/starts.py": "an event of that name; of several rollout tasks one is shown",
     "telemetry/timeline_plot.py": "the colour of a phase of that name",
     "runs/report.py": "the head of a line, of the trajectories that the reference has scored",
     "job_file.py": "the section [sft] says which kind of job it is",
