@@ -22,7 +22,7 @@ def rotated(heads: Tensor, rotation: Tensor) -> Tensor:
 
 
 class _Rotated(torch.autograd.Function):
-    """Its gradient is turned back: nothing but the angles is kept."""
+    """Turns, and turns the gradient back: nothing but the angles is kept."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, rotation: Tensor) -> Tensor:  # noqa: ANN401

@@ -18,6 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 from torch.nn import functional
 
+from relax_hpc.devices import sent
 from relax_hpc.engines.megatron.layers.gradient_fusion import add_product
 
 
@@ -31,9 +32,7 @@ class Groups(NamedTuple):
     @classmethod
     def of(cls, counts: tuple[int, ...], device: torch.device) -> "Groups":
         ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
-        if device.type == "cuda":
-            return cls(counts, ends.pin_memory().to(device, non_blocking=True))
-        return cls(counts, ends)
+        return cls(counts, sent(ends, device))
 
 
 class Experts(MegatronModule):  # type: ignore[misc]
