@@ -61,7 +61,7 @@ def submit(job, model_folder, *, local, run=cli, **settings):
     return Submitted(Path(re.search(r"^run directory: (.*)$", said, re.MULTILINE)[1]), said)
 
 
-def unhurried(folder, seconds=0.3, worth="len(response) % 2"):
+def unhurried(folder, seconds=0.3, worth="answer in response"):
     """A reward, as a job names it, that takes its time while the file `slowly` lies beside it.
 
     So a run lasts while something is done to it, and leaves the processor to that.

@@ -70,7 +70,8 @@ def assert_complete(run_dir, after, steps=STEPS):
 def test_a_reference_component_that_is_killed_scores_every_row_as_hugging_face_does(tiny, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    own = {"reference.placement": "own", "reward.name": unhurried(tmp_path)}
+    slow = unhurried(tmp_path, worth="answer in response")  # lengths of siblings teach nothing
+    own = {"reference.placement": "own", "reward.name": slow}
     run_dir = submit_small(tiny, tmp_path, **own)
     try:
         wait_for(lambda: events_of(run_dir, "actor", "step"), 150)
