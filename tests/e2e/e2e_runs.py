@@ -64,7 +64,8 @@ def submit(job, model_folder, *, local, run=cli, **settings):
 def unhurried(folder, seconds=0.3, worth="answer in response"):
     """A reward, as a job names it, that takes its time while the file `slowly` lies beside it.
 
-    So a run lasts while something is done to it, and leaves the processor to that.
+    So a run lasts while something is done to it, and leaves the processor to that. What it is worth
+    has to differ among siblings, or nothing is learned (their lengths are alike in parity).
     """
     text = UNHURRIED.replace("SECONDS", str(seconds)).replace("WORTH", worth)
     (folder / "unhurried.py").write_text(text)

@@ -70,8 +70,7 @@ def assert_complete(run_dir, after, steps=STEPS):
 def test_a_reference_component_that_is_killed_scores_every_row_as_hugging_face_does(tiny, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    slow = unhurried(tmp_path, worth="answer in response")  # lengths of siblings teach nothing
-    own = {"reference.placement": "own", "reward.name": slow}
+    own = {"reference.placement": "own", "reward.name": unhurried(tmp_path)}
     run_dir = submit_small(tiny, tmp_path, **own)
     try:
         wait_for(lambda: events_of(run_dir, "actor", "step"), 150)
@@ -107,7 +106,7 @@ def test_a_resumed_actor_has_the_reference_that_it_had(tiny, tmp_path):
             "reference.refresh_every": 3,
             "schedule.num_steps": steps,
             "actor.save_every": 5,
-            "reward.name": unhurried(tmp_path, worth="answer in response"),
+            "reward.name": unhurried(tmp_path),
         },
     )
     try:
