@@ -24,7 +24,7 @@ import asyncio, pathlib
 async def score(response, answer):
     if pathlib.Path(__file__).with_name("slowly").exists():
         await asyncio.sleep(SECONDS)
-    return float(WORTH)
+    return float(answer in response)
 """
 CLI = Path(sys.executable).with_name("relax-hpc")
 
@@ -61,13 +61,13 @@ def submit(job, model_folder, *, local, run=cli, **settings):
     return Submitted(Path(re.search(r"^run directory: (.*)$", said, re.MULTILINE)[1]), said)
 
 
-def unhurried(folder, seconds=0.3, worth="answer in response"):
+def unhurried(folder, seconds=0.3):
     """A reward, as a job names it, that takes its time while the file `slowly` lies beside it.
 
-    So a run lasts while something is done to it, and leaves the processor to that. What it is worth
-    has to differ among siblings, or nothing is learned (their lengths are alike in parity).
+    So a run lasts while something is done to it, and leaves the processor to that. Siblings have to
+    differ in it, or nothing is learned (as of their lengths, which are alike in parity).
     """
-    text = UNHURRIED.replace("SECONDS", str(seconds)).replace("WORTH", worth)
+    text = UNHURRIED.replace("SECONDS", str(seconds))
     (folder / "unhurried.py").write_text(text)
     (folder / "slowly").touch()
     return f"{folder}/unhurried.py:score"
