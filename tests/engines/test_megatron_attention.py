@@ -11,7 +11,7 @@ from megatron_worker import VOCAB
 
 from relax_hpc.engines.megatron.attention import choice
 from relax_hpc.engines.megatron.attention import cudnn as attention_cudnn
-from relax_hpc.engines.megatron.attention.packed_attention import PackedRows, Run, runs
+from relax_hpc.engines.megatron.attention.packed_attention import PackedRows, Run, Span, runs
 from relax_hpc.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -189,3 +189,32 @@ def test_cudnn_keeps_the_graphs_used_last(monkeypatch):
         assert kernel._graph(shape, backward=False) == shape
     assert built == ["a", "b", "c", "b"]
     assert len(kernel._graphs) == 2
+
+
+def test_a_tower_that_cudnn_does_not_take_leaves_the_text_its_way(monkeypatch):
+    class NotSupportedError(Exception):
+        pass
+
+    def build(shape, handle, *, backward):
+        if shape.is_single and not shape.is_causal:
+            raise NotSupportedError
+        return shape
+
+    monkeypatch.setitem(
+        sys.modules, "cudnn", SimpleNamespace(cudnnGraphNotSupportedError=NotSupportedError)
+    )
+    monkeypatch.setattr(attention_cudnn, "_build", build)
+    kernel = attention_cudnn.CudnnAttention()
+    kernel._handle = object()
+    asked = []
+    monkeypatch.setattr(
+        kernel, "_attend", lambda query, key, value, shape, layout: asked.append(shape) or query
+    )
+    rows = torch.ones(512, 2, 64)
+    ends = torch.tensor([0, 512], dtype=torch.int32)
+    run = Run((0, 512), (0, 512), (512,), (512,))
+    for is_causal in (False, True, False, True):
+        kernel(rows, rows, rows, Span(run, ends, ends, is_causal=is_causal), 0.125)
+    assert [(shape.is_causal, shape.is_single) for shape in asked] == [
+        (False, False), (True, True), (False, False), (True, True),
+    ]  # fmt: skip

@@ -63,27 +63,31 @@ class CudnnAttention:
         self._graphs: dict[tuple[Shape, bool], Graph] = {}
         self._workspace: Tensor | None = None
         self._handle: Any = None
-        self._takes_single = True
+        self._refused: set[tuple[int, bool]] = set()
+        """Head sizes, and whether causal, whose single documents cuDNN does not take as such."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, span: Span, scale: float
     ) -> Tensor:
         shape = _shape_of(query, key, span, scale)
         missing = -len(query) % _SINGLE
-        is_filled = not missing or span.is_causal
-        if self._takes_single and len(span.run.query_lengths) == 1 and span.is_square and is_filled:
-            filled = len(query) + missing
-            single = shape._replace(queries=filled, keys=filled, is_single=True)
-            self._takes_single = self._can_build(single)
-            if self._takes_single:
-                if not missing:
-                    return self._attend(query, key, value, single, {})
-                query, key, value = (
-                    functional.pad(x, (0, 0, 0, 0, 0, missing)) for x in (query, key, value)
-                )
-                return self._attend(query, key, value, single, {})[:-missing]
+        is_single = len(span.run.query_lengths) == 1 and span.is_square
+        if is_single and (span.is_causal or not missing):
+            single = shape._replace(
+                queries=len(query) + missing, keys=len(query) + missing, is_single=True
+            )
+            if self._takes(single):
+                query, key, value = (_filled(x, missing) for x in (query, key, value))
+                out = self._attend(query, key, value, single, {})
+                return out[:-missing] if missing else out
         layout = span.cached("cudnn", lambda: _layout(span, shape))
         return self._attend(query, key, value, shape, layout)
+
+    def _takes(self, single: Shape) -> bool:
+        kind = (single.head_dim, single.is_causal)
+        if kind not in self._refused and not self._can_build(single):
+            self._refused.add(kind)
+        return kind not in self._refused
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, shape: Shape, layout: Layout
@@ -154,6 +158,10 @@ def _shape_of(query: Tensor, key: Tensor, span: Span, scale: float) -> Shape:
         dtype=query.dtype,
         scale=scale,
     )
+
+
+def _filled(rows: Tensor, missing: int) -> Tensor:
+    return functional.pad(rows, (0, 0, 0, 0, 0, missing)) if missing else rows
 
 
 def _rounded(count: int) -> int:
