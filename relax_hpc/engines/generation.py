@@ -8,7 +8,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Self
 
@@ -127,13 +127,13 @@ class GenerationClient:
         if sampling.view is not None:
             body |= await self._shown(sampling.view, known)
         try:
-            return await self._ask(body, sampling, draft, known, computed)
+            return await self._ask(body, draft, self._read(body, sampling, draft, known, computed))
         except MediaMissingError:
             # It runs on another node, and has now said so once.
             self._reads_files, view = False, sampling.view
             assert view is not None
         body |= await self._shown(view, known)
-        return await self._ask(body, sampling, draft, known, computed)
+        return await self._ask(body, draft, self._read(body, sampling, draft, known, computed))
 
     async def _shown(self, view: View, version: int) -> dict[str, Any]:
         """The fields of a request that show media: the paths of files, or their contents."""
@@ -143,15 +143,11 @@ class GenerationClient:
         return {"image_data": [text], "extra_key": f"v{version}-{view.digest.hex()}"}
 
     async def _ask(
-        self,
-        body: dict[str, Any],
-        sampling: Sampling,
-        draft: Draft,
-        known: int,
-        computed: Callable[[], None] | None,
+        self, body: dict[str, Any], draft: Draft, answering: Coroutine[Any, Any, Generation]
     ) -> Generation:
+        """Awaits an answer; of a request that is cancelled the draft gets what the engine has."""
         draft.num_unsent = 0
-        answer = asyncio.ensure_future(self._read(body, sampling, draft, known, computed))
+        answer = asyncio.ensure_future(answering)
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
