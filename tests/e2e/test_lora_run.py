@@ -20,7 +20,7 @@ def test_adapters_learn_as_the_policy_of_the_demo_does(tiny, tmp_path, monkeypat
     progress = wait_until(run_dir, is_over, 600)["progress"]
     assert progress["steps_done"] == STEPS and progress["checksums_equal"]
     gaps = [step.get("engine_gap/max", 0.0) for step in events_of(run_dir, "actor", "step")]
-    # W x + B (A x) is rounded otherwise than (W + B A) x; weights of an update before are 1e-2 away
+    # Kernels of the two sides round otherwise; weights of an update before are 1e-2 away.
     assert 0 < max(gaps) <= 5e-5
     assert progress["heldout_after"] > progress["heldout_before"] + 0.1
 
