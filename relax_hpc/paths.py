@@ -169,9 +169,9 @@ class RunPaths:
         """Holder of the GPUs that trainer and engines have in common; written by the trainer."""
         return self.control / "lease.json"
 
-    def heldout_shares(self, rank: int) -> Path:
-        """Scores of a rollout task on its shares of the held-out sets."""
-        return self.control / "heldout" / f"{rank}.json"
+    def heldout_shares(self, rank: int, tasks: int) -> Path:
+        """Scores of a rollout task, one of `tasks`, on its shares of the held-out sets."""
+        return self.control / "heldout" / f"{rank}-of-{tasks}.json"
 
     def prompt_rows(self, rank: int) -> Path:
         """Findings of a rollout task about its share of the rows of data."""
@@ -186,9 +186,9 @@ class RunPaths:
         """Samples that a rollout task scored for one evaluation of a held-out set."""
         return self.root / "eval" / name / f"{version:06d}-{when}-{number}.{rank}.jsonl"
 
-    def eval_part(self, name: str, when: str, number: int, rank: int) -> Path:
+    def eval_part(self, name: str, when: str, number: int, rank: int, tasks: int) -> Path:
         """Samples of an evaluation that is under way; a task that is started again goes on."""
-        return self.root / "eval" / name / f"{when}-{number}.{rank}.part"
+        return self.root / "eval" / name / f"{when}-{number}.{rank}-of-{tasks}.part"
 
     @property
     def checkpoints(self) -> Path:

@@ -28,9 +28,7 @@ def measure(folder: Path | None) -> Iterator[Row]:
                 producer.put(renumbered(groups, shard * GROUPS_PER_SHARD))
         for what in ("not planned", "planned"):
             start = time.perf_counter()
-            with Sequencer(
-                bus, ["bench-0"], prompts_per_step=GROUPS_PER_SHARD, position=None
-            ) as sequencer:
+            with Sequencer(bus, prompts_per_step=GROUPS_PER_SHARD, position=None) as sequencer:
                 sequencer.finish()
                 seconds = time.perf_counter() - start
                 yield Row(f"restart, 100,000 live rows, {what}", seconds, "s", aim=2.0)

@@ -23,9 +23,7 @@ def main(root: Path, shards: int) -> None:
     paths = BusPaths(root)
     layout.create(paths, ["rollout-0"], {}, sidecar_writers={"reference-0": "reference"})
     producer, writer = Producer(paths, "rollout-0", {}), SidecarWriter(paths, "reference-0", {})
-    sequencer = Sequencer(
-        paths, ["rollout-0"], prompts_per_step=GROUPS, position=None, needs=["reference"]
-    )
+    sequencer = Sequencer(paths, prompts_per_step=GROUPS, position=None, needs=["reference"])
     reader, groups = Reader(paths), short_groups(GROUPS)
     producer.put(groups)  # what happens once happens here
     _widen(writer)

@@ -12,7 +12,7 @@ from relax_hpc import job_file
 from relax_hpc.boards import description
 from relax_hpc.boards.samples import Samples
 from relax_hpc.boards.service import Described, Service
-from relax_hpc.config.run import JobConfig, RunConfig
+from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import states
 from relax_hpc.paths import RunPaths
@@ -59,7 +59,7 @@ class Export:
     ) -> None:  # fmt: skip
         self._note = paths.exported(name)
         self._tail = EventTail(paths.events_folder)
-        self._points = Points(len(config.producers) if isinstance(config, RunConfig) else 1)
+        self._points = Points()
         self._samples = Samples(paths, config)
         noted = read_json(self._note) or {"id": f"{config.name[:80]}-{uuid.uuid4().hex[:8]}"}
         self._id, self._sent = noted["id"], dict[str, int](noted.get("sent", {}))

@@ -27,7 +27,7 @@ class RunBoard:
     def __init__(self, paths: RunPaths, config: JobConfig) -> None:
         self._paths, self._config = paths, config
         self._tail = EventTail(paths.events_folder)
-        self._points = Points(len(config.producers) if isinstance(config, RunConfig) else 1)
+        self._points = Points()
         self._samples = Samples(paths, config)
         self._said: list[Text] = []
         self._drawn: list[Event] = []

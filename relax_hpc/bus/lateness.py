@@ -2,9 +2,10 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from relax_hpc.bus.intake import Intake
+from relax_hpc.bus.layout import BusHeader
 from relax_hpc.storage import is_short
 
 
@@ -29,26 +30,35 @@ class Deadline:
         return now > self._at
 
 
-def owed_by(intake: Intake, producers: Sequence[str], wanted: int) -> str:
+def owed_by(intake: Intake, header: BusHeader, wanted: int) -> str:
     """Names each producer and sidecar writer that is late, and the prompt groups that it owes.
 
     Args:
         intake: what is there.
-        producers: in order; producer r of R owns the guids with guid % R == r.
+        header: of the bus.
         wanted: prompt groups that are waited for.
     """
     owed: dict[str, list[int]] = {}
     for guid in unplanned(intake, wanted):
         group = intake.waiting.get(guid)
         if group is None:
-            owed.setdefault(producers[guid % len(producers)], []).append(guid)
+            owed.setdefault(header.producers[header.deals.folder_of(guid)], []).append(guid)
         else:
             for writer in intake.owners_of_what_lacks(group):
                 owed.setdefault(writer, []).append(guid)
-    return "; ".join(
-        f"{name} owes {guids} (its log has {intake.num_records(name)} records)"
-        for name, guids in owed.items()
-    )
+    said = []
+    for name, guids in owed.items():
+        who = _keeper(name, header)
+        log = "its log" if who == name else f"its log in {name}"
+        said.append(f"{who} owes {guids} ({log} has {intake.num_records(name)} records)")
+    return "; ".join(said)
+
+
+def _keeper(name: str, header: BusHeader) -> str:
+    """The name of who writes in a folder: of a task that is no more, another one does."""
+    if name not in header.producers:
+        return name
+    return header.producers[header.deals.task_of(header.producers.index(name))]
 
 
 def lacks_groups(intake: Intake, wanted: int, *, own: bool) -> bool:

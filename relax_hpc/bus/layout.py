@@ -2,13 +2,19 @@
 
 A name looked up too early may stay "missing" in a client's cache for seconds, so nobody ever has
 to look one up: the launcher makes them all.
+
+Each prompt group has its folder for good. Tasks may become more or fewer between two jobs: a folder
+without a task of its own is kept by one of those that there are.
 """
 
+import heapq
+import itertools
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from relax_hpc.bus.log import RecordKind, read_log
 from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
 from relax_hpc.records import read_json, sync, write_json
@@ -17,15 +23,55 @@ from relax_hpc.schema import COLUMNS, Role
 FORMAT = 5
 
 
+class Deal(NamedTuple):
+    """Prompt groups of the same number of rollout tasks."""
+
+    first: int
+    """Guid of the first; it ends in front of the first of the next deal."""
+    size: int
+    """Tasks: guid g is in the folder of producer g % size."""
+
+
+class Deals(tuple[Deal, ...]):
+    """All deals of a run, oldest first: which folder a prompt group is in, and who keeps that."""
+
+    @property
+    def num_tasks(self) -> int:
+        """Rollout tasks that there are now."""
+        return self[-1].size
+
+    def folder_of(self, guid: int) -> int:
+        """The number of the producer in whose folder a prompt group is committed."""
+        return guid % next(deal.size for deal in reversed(self) if deal.first <= guid)
+
+    def task_of(self, folder: int) -> int:
+        """The rollout task that keeps a folder: its own, or another where that is no more."""
+        return folder % self.num_tasks
+
+    def guids(self, task: int, *, start: int) -> Iterator[int]:
+        """Prompt groups in the folders of a task, rising from `start` on and without end."""
+        for deal, following in zip(self, (*self[1:], None), strict=True):
+            first = max(start, deal.first)
+            runs = [
+                range(first + (folder - first) % deal.size, following.first, deal.size)
+                if following
+                else itertools.count(first + (folder - first) % deal.size, deal.size)
+                for folder in range(task, deal.size, self.num_tasks)
+            ]
+            yield from heapq.merge(*runs)
+
+
 class BusHeader(NamedTuple):
-    """RUN.json: written once at launch, never changed."""
+    """RUN.json: written at launch; a resume with other rollout tasks adds to it."""
 
     format: int
     producers: list[str]
+    """All that there have been, by number."""
     run: dict[str, Any]
     """Facts that the launcher wanted to be remembered with the data."""
     sidecar_writers: Mapping[str, Role] = MappingProxyType({})
     """Name -> role of those that add columns to shards of `producers`."""
+    deals: Deals = Deals()
 
 
 def create(
@@ -40,7 +86,8 @@ def create(
     Raises:
         BusError: there is a bus already (a run directory is used once), or it cannot be written.
     """
-    writers = dict(sidecar_writers or {})
+    writers, deals = dict(sidecar_writers or {}), Deals([Deal(0, len(producers))])
+    made = BusHeader(FORMAT, list(producers), dict(header), writers, deals)
     names = [*producers, *writers]
     try:
         for folder in (paths.plan, paths.credits.parent, *map(paths.producer, names)):
@@ -48,9 +95,7 @@ def create(
         for file in (paths.credits, *map(paths.log, names)):
             os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
             sync(file.parent)
-        write_json(
-            paths.header, BusHeader(FORMAT, list(producers), dict(header), writers)._asdict()
-        )
+        write_json(paths.header, made._asdict())
         sync(paths.root)
     except FileExistsError as error:
         raise BusError(
@@ -71,13 +116,53 @@ def open_bus(paths: BusPaths) -> BusHeader:
         if record is None:
             raise BusError(f"{paths.root}: is not a bus (no {paths.header.name})")
         if int(record["format"]) == FORMAT:
-            return BusHeader(**record)
+            dealt = record.pop("deals", None) or [(0, len(record["producers"]))]
+            return BusHeader(**record, deals=Deals(Deal(*each) for each in dealt))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise BusError(f"{paths.header}: cannot be read: {error}; restore the file") from error
     raise BusError(
         f"{paths.header}: is bus format {record['format']}, this relax-hpc reads {FORMAT}; use the "
         "version that wrote it"
     )
+
+
+def deal(paths: BusPaths, producers: Sequence[str]) -> None:
+    """Deals what nobody has begun over other rollout tasks; nothing if there are as many as before.
+
+    What was begun stays where it is. Whoever calls it has made sure that no task is alive. RUN.json
+    is replaced last: whoever dies before has changed nothing.
+
+    Args:
+        paths: of the bus.
+        producers: of the tasks that there will be, by number.
+
+    Raises:
+        BusError: not a bus of this format, a damaged log, or it cannot be written.
+    """
+    header = open_bus(paths)
+    if len(producers) == header.deals.num_tasks:
+        return
+    logs = [read_log(paths.log(name)) for name in header.producers]
+    begun = (RecordKind.BASE, RecordKind.PARTIAL)
+    ends = [record.guid_max + 1 for log in logs for record in log if record.kind in begun]
+    first = max([*ends, header.deals[-1].first])
+    deals = [each for each in header.deals if each.first < first]
+    if not deals or deals[-1].size != len(producers):
+        deals.append(Deal(first, len(producers)))
+    new = producers[len(header.producers) :]
+    known = [*header.producers, *new]
+    try:
+        for name in new:
+            paths.producer(name).mkdir(exist_ok=True)
+            os.close(os.open(paths.log(name), os.O_WRONLY | os.O_CREAT, 0o644))
+            sync(paths.producer(name))
+        sync(paths.producer(known[0]).parent)
+        write_json(paths.header, header._replace(producers=known, deals=Deals(deals))._asdict())
+        sync(paths.root)
+    except OSError as error:
+        raise BusError(
+            f"{paths.root}: folders of further rollout tasks cannot be made: {error.strerror}"
+        ) from error
 
 
 def roles_of(header: BusHeader, columns: Collection[str]) -> tuple[Role, ...]:

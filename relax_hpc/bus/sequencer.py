@@ -69,7 +69,6 @@ class Sequencer:
 
     Args:
         paths: a bus that `layout.create` made.
-        producers: in order; producer r of R owns the guids with guid % R == r.
         prompts_per_step: P, the prompt groups of a batch.
         position: from the checkpoint that is resumed; None starts at step 1.
         needs: roles whose sidecar a group must have before it is planned.
@@ -87,7 +86,6 @@ class Sequencer:
     def __init__(
         self,
         paths: BusPaths,
-        producers: Sequence[str],
         *,
         prompts_per_step: int,
         position: PlanPosition | None,
@@ -101,7 +99,7 @@ class Sequencer:
     ) -> None:
         header = layout.open_bus(paths)
         layout.check_needs(paths, header, needs)
-        self._paths, self._producers = paths, list(producers)
+        self._paths, self._header = paths, header
         self._prompts_per_step, self._over_age = prompts_per_step, over_age
         self._max_staleness, self._keep_steps = max_staleness, keep_steps
         self._most_skipped, self._lock = most_skipped, threading.RLock()
@@ -128,7 +126,7 @@ class Sequencer:
         self._shards = shards or OpenShards(paths)
         self._closes = judge is not None and shards is None
         self._intake = Intake(
-            paths, producers, header.sidecar_writers, needs, chain, self._shards, judge
+            paths, header.producers, header.sidecar_writers, needs, chain, self._shards, judge
         )
         self._step = self._returned = position.step if position else 0
         self._cursor = 0
@@ -189,7 +187,7 @@ class Sequencer:
             deadline = Deadline(timeout_s, lambda: may_lack_groups and self.lacks_groups())
             while not self._plan_ready(step, min_tokens):
                 if deadline.is_over():
-                    owed = owed_by(self._intake, self._producers, self._num_wanted(step))
+                    owed = owed_by(self._intake, self._header, self._num_wanted(step))
                     lacks = f"step {step} lacks prompt groups after {timeout_s:g} s: {owed}"
                     raise PeerTimeoutError(f"{lacks}; see their logs")
                 if on_wait is not None:

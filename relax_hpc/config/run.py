@@ -212,7 +212,7 @@ class RunConfig(JobConfig):
 
     @property
     def producers(self) -> list[str]:
-        """Names of the bus producers; producer r owns the prompt ordinals p with p % R == r."""
+        """Names of the bus producers of the rollout tasks that there are, by rank."""
         return [f"rollout-{rank}" for rank in range(self.rollout_pool.num_hosts)]
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from relax_hpc.config.run import JobConfig, RunConfig
+from relax_hpc.config.run import JobConfig
 from relax_hpc.engines.megatron.optimizer.learning_rate import learning_rate
 from relax_hpc.errors import CheckpointError, ConfigError, shown
 from relax_hpc.job_file import read_resolved, with_overrides
@@ -88,7 +88,6 @@ def changed(config: JobConfig, overrides: Sequence[str]) -> Changed:
     new = with_overrides(tree, [*everywhere, *overrides], source="resume --set")
     found = _between(config.model_dump(mode="json"), new.model_dump(mode="json"))
     lines = [_allowed(config, key, *values) for key, values in found.items()]
-    _check_producers(config, new)
     return Changed(new, lines, any(_COMPUTED.fullmatch(key) for key in found))
 
 
@@ -221,21 +220,6 @@ def _steps_saved(config: JobConfig) -> int:
         return store.step_of(store.find(RunPaths(config.run_dir).checkpoints, None)) or 0
     except CheckpointError:
         return 0
-
-
-def _check_producers(was: JobConfig, config: JobConfig) -> None:
-    """Refuses other tasks of rollout: each has its prompts, and its folder on the bus."""
-    if not (isinstance(was, RunConfig) and isinstance(config, RunConfig)):
-        return
-    before, after = len(was.producers), len(config.producers)
-    if before != after:
-        pool = config.rollout_pool
-        raise ConfigError(
-            f"--set engines.rollout.count={pool.count}: with engines.rollout.engines_per_task = "
-            f"{pool.engines_per_task} rollout would have {after} tasks, and the prompts of this "
-            f"run are dealt over {before} for good; set both so that there are as many, or add "
-            f"engines while it runs: relax-hpc scale out {was.run_dir}"
-        )
 
 
 def _between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -1,7 +1,6 @@
 """Evaluations of a run, summed up from the samples that it keeps of them."""
 
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,7 +62,7 @@ def collect(
             prompt; a file of samples is damaged.
     """
     paths = RunPaths(run_dir)
-    tasks = _tasks(read_events(paths.events_folder, but=FREQUENT))
+    tasks = history.shares_of(read_events(paths.events_folder, but=FREQUENT))
     names = {found for found, _, _ in tasks}
     if name is not None and name not in names:
         there = ", ".join(sorted(names)) or "none yet"
@@ -115,15 +114,6 @@ def final_answer(response: str) -> str | None:
         return None
     value = number(found)
     return "".join(plain(found).split()) if value is None else str(value)
-
-
-def _tasks(events: Sequence[Event]) -> dict[tuple[str, str, int], dict[int, Event]]:
-    """Returns the newest event of each task by set, `when` and number."""
-    tasks = defaultdict[tuple[str, str, int], dict[int, Event]](dict)
-    for event in events:
-        if event["event"] == "eval":
-            tasks[event["name"], event["when"], event["number"]][event["rank"]] = event
-    return tasks
 
 
 def _evaluation(

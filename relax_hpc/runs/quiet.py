@@ -16,6 +16,7 @@ from relax_hpc.runs.engine_rows import Row
 from relax_hpc.runs.status import RunStatus
 from relax_hpc.runs.watching import Watch
 from relax_hpc.telemetry.events import Event, events_of_state
+from relax_hpc.telemetry.history import shares_of
 
 EVERY_S = 25.0
 """Seconds without a line after which there is one."""
@@ -82,13 +83,12 @@ def _heldout(
         return
     for name, held in config.eval.items():
         shares = {
-            event["rank"]: event["num_samples"] + event.get("num_masked", 0)
-            for event in events
-            if event["event"] == "eval"
-            and (event["name"], event["when"], event["number"]) == (name, when, number)
+            rank: event["num_samples"] + event.get("num_masked", 0)
+            for rank, event in shares_of(events).get((name, when, number), {}).items()
         }
-        tasks = range(config.rollout_pool.num_hosts)
-        begun = [_lines(paths.eval_part(name, when, number, task)) for task in tasks]
+        size = config.rollout_pool.num_hosts
+        parts = (paths.eval_part(name, when, number, task, size) for task in range(size))
+        begun = list(map(_lines, parts))
         if any(lines is not None for lines in begun):
             count = sum(shares.values()) // held.samples_per_prompt + sum(n or 0 for n in begun)
             yield f"held-out {when}: {count} of up to {held.num_prompts} prompts ({name})"

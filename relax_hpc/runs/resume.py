@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from relax_hpc import permissions
+from relax_hpc.bus import layout
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError, LaunchError, RelaxError
@@ -81,6 +82,8 @@ def resume(
             write_json(paths.config, config.model_dump(mode="json"))
             say("\n".join(changes))
         with permissions.masked(permissions.UMASKS[config.launch.share]):
+            if isinstance(config, RunConfig) and paths.bus.header.exists():
+                layout.deal(paths.bus, config.producers)
             return submit.start(planned, config, paths, newest)
     except MaybeQueuedError:
         raise  # the claim stays: there may be a job

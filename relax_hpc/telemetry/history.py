@@ -51,14 +51,14 @@ def heldout(events: Sequence[Event], *, every_set: bool = False) -> list[Heldout
     Args:
         every_set: or those of the job's first set only.
     """
-    parts: dict[tuple[str, str, int], dict[int, Event]] = defaultdict(dict)
-    for event in events:
-        if event["event"] != "eval" or event["correct"] is None:
-            continue
-        if every_set or event["headline"]:
-            parts[event["name"], event["when"], event["number"]][event["rank"]] = event
+    scored = [
+        event
+        for event in events
+        if event["event"] == "eval" and event["correct"] is not None
+        if every_set or event["headline"]
+    ]
     points = []
-    for (name, when, _), by_rank in parts.items():
+    for (name, when, _), by_rank in shares_of(scored).items():
         if untold(by_rank):
             continue
         if count := sum(e["num_samples"] for e in by_rank.values()):
@@ -67,6 +67,20 @@ def heldout(events: Sequence[Event], *, every_set: bool = False) -> list[Heldout
             version = min((v for e in by_rank.values() if (v := e["version"]) >= 0), default=0)
             points.append(Heldout(name, when, version, newest, correct, count))
     return sorted(points, key=lambda point: (point.version, point.time))
+
+
+def shares_of(events: Sequence[Event]) -> dict[tuple[str, str, int], dict[int, Event]]:
+    """The newest `eval` event of each task by set, `when` and number.
+
+    What was told of one when there were more or fewer tasks is left out: they had other shares.
+    """
+    shares = defaultdict[tuple[str, str, int], dict[int, Event]](dict)
+    for event in (each for each in events if each["event"] == "eval"):
+        by_rank = shares[event["name"], event["when"], event["number"]]
+        if any(each.get("tasks", 1) != event.get("tasks", 1) for each in by_rank.values()):
+            by_rank.clear()
+        by_rank[event["rank"]] = event
+    return shares
 
 
 def untold(by_rank: Mapping[int, Event]) -> int:

@@ -32,18 +32,15 @@ class Rewind(NamedTuple):
 
 
 class Points:
-    """Turns events into points; a step has each once, unless a rewind is between.
+    """Turns events into points; a step has each once, unless a rewind is between."""
 
-    Args:
-        num_shares: rollout tasks; a score is said once all have told their share.
-    """
-
-    def __init__(self, num_shares: int) -> None:
-        self._num_shares = num_shares
+    def __init__(self) -> None:
         self.step = 0
         """The newest one, or the one that was resumed from since."""
         self._drawn = defaultdict[str, set[int]](set)
-        self._shares = defaultdict[tuple[str, str, int], dict[int, Event]](dict)
+        self._shares = defaultdict[tuple[str, str, int, int], dict[int, Event]](dict)
+        """Of each evaluation, and each number of tasks: a score is said once all have told theirs.
+        """
         self._lasting: list[Point] = []
         """Points that no trainer makes again: scores, and what the critic learned of a step."""
         self._critic_step = 0
@@ -97,11 +94,12 @@ class Points:
             yield from _points(event)
 
     def _score(self, event: Event) -> Iterator[Point]:
-        shares = self._shares[event["name"], event["when"], event["number"]]
-        if len(shares) == self._num_shares:  # a task that was started again repeats its own
+        tasks = event.get("tasks", 1)
+        shares = self._shares[event["name"], event["when"], event["number"], tasks]
+        if len(shares) == tasks:  # a task that was started again repeats its own
             return
         shares[event["rank"]] = event
-        if len(shares) < self._num_shares:
+        if len(shares) < tasks:
             return
         for score in history.heldout(list(shares.values()), every_set=True):
             name = tag("eval", "correct", name=score.name)

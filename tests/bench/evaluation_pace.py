@@ -105,9 +105,7 @@ class Engine:
 
 def train(made, paths, engine, train_s, ends):
     lag = made.schedule.max_staleness
-    with Sequencer(
-        paths.bus, ["rollout-0"], prompts_per_step=P, position=None, max_staleness=lag
-    ) as sequencer:
+    with Sequencer(paths.bus, prompts_per_step=P, position=None, max_staleness=lag) as sequencer:
         for step in range(1, STEPS + 1):
             sequencer.next_portion(step, timeout_s=120)
             time.sleep(train_s)

@@ -61,7 +61,7 @@ def train(made, paths, engines, waits):
     judge = judge_of(made)
     lag = made.schedule.max_staleness
     with Sequencer(
-        paths.bus, ["rollout-0"], prompts_per_step=P, position=None, max_staleness=lag, judge=judge
+        paths.bus, prompts_per_step=P, position=None, max_staleness=lag, judge=judge
     ) as sequencer:
         lookout = Lookout(sequencer) if judge else None
         for step in range(1, STEPS + 1):

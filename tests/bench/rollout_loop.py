@@ -73,6 +73,9 @@ class Producer:
     def collect(self, _retired: int) -> None:
         pass
 
+    def lots(self, groups: Sequence[object]) -> list[Sequence[object]]:
+        return [groups]
+
     def put(self, groups: Sequence[object]) -> None:
         self.num_groups += len(groups)
 

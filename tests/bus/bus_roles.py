@@ -115,7 +115,7 @@ def plan(root, *steps):
     for step in steps:
         verb, _, word = step.partition(":")
         if verb == "open":
-            sequencer = Sequencer(BusPaths(root), PRODUCERS, prompts_per_step=P, position=None)
+            sequencer = Sequencer(BusPaths(root), prompts_per_step=P, position=None)
         elif verb == "batch":
             print(whole_batch(sequencer, int(word), timeout_s=TIMEOUT_S).guids, flush=True)
         elif verb == "advance":
@@ -164,7 +164,7 @@ def train(root, groups, checkpoint):
     state = json.loads(checkpoint.read_text()) if checkpoint.exists() else [None, []]
     position = PlanPosition(*state[0]) if state[0] else None
     paths = BusPaths(root)
-    with Sequencer(paths, PRODUCERS, prompts_per_step=P, position=position) as sequencer:
+    with Sequencer(paths, prompts_per_step=P, position=position) as sequencer:
         reader = Reader(paths)
         for step in range(len(state[1]) + 1, int(groups) // P + 1):
             record = whole_batch(sequencer, step, timeout_s=TIMEOUT_S)

@@ -27,7 +27,7 @@ def bus_with_steps(root, *, num_guids=16, steps=3, release=0):
 def plan(paths, steps, *, release=0, position=None):
     """One incarnation of the trainer; returns the positions after each step."""
     positions, records = {}, []
-    with Sequencer(paths, PRODUCERS, prompts_per_step=P, position=position) as sequencer:
+    with Sequencer(paths, prompts_per_step=P, position=position) as sequencer:
         for step in range(1 + (position.step if position else 0), steps + 1):
             records.append(whole_batch(sequencer, step, timeout_s=1))
             positions[step] = sequencer.position

@@ -292,7 +292,6 @@ def train(world, me):
 def open_sequencer(world, position):
     return Sequencer(
         world.bus,
-        PRODUCERS,
         prompts_per_step=P,
         position=position,
         needs=("reference",) if world.setup.sidecars else (),

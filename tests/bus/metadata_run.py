@@ -32,7 +32,7 @@ def main(root):
     producers = [Producer(paths, name, {}) for name in names]
     tails = [CreditTail(paths) for _ in names]
     shards = OpenShards(paths)
-    sequencer = Sequencer(paths, names, prompts_per_step=PROMPTS, position=None, shards=shards)
+    sequencer = Sequencer(paths, prompts_per_step=PROMPTS, position=None, shards=shards)
     readers = [Reader(paths, shards=shards if rank == 0 else None) for rank in range(REPLICAS)]
     others = 0
     for step in range(1, WARM + STEPS + 1):

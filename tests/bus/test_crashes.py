@@ -75,7 +75,7 @@ class Run:
 
     def train(self):
         position, state = self.checkpoint[0], list(self.checkpoint[1])
-        seq = Sequencer(self.paths, ["rollout-0"], prompts_per_step=P, position=position)
+        seq = Sequencer(self.paths, prompts_per_step=P, position=position)
         reader = Reader(self.paths)
         seq.release(len(state))  # it may have died just before
         for step in range(len(state) + 1, STEPS + 1):
@@ -258,7 +258,7 @@ def test_a_producer_killed_in_the_middle_of_its_work_goes_on_where_the_log_ends(
             assert shard.uuid == record.uuid
     assert len(list(paths.producer("rollout-0").glob("f*/*"))) == len(records)
     steps = len(records) // P
-    with Sequencer(paths, ["rollout-0"], prompts_per_step=P, position=None) as seq:
+    with Sequencer(paths, prompts_per_step=P, position=None) as seq:
         for step in range(1, steps + 1):
             whole_batch(seq, step, timeout_s=5)
         seq.finish()

@@ -149,7 +149,7 @@ def deal_refilled(config, paths):
             producer.put([various(guid) for guid in range(number, 4 * STEPS * P, 2)])
     found, reader = {}, Reader(paths.bus)
     with Sequencer(
-        paths.bus, PRODUCERS, prompts_per_step=P, position=None, needs=("critic",),
+        paths.bus, prompts_per_step=P, position=None, needs=("critic",),
         judge=judge_of(config),
     ) as sequencer:  # fmt: skip
         for step in range(1, STEPS + 1):
@@ -185,9 +185,7 @@ def test_it_learns_from_the_rows_and_rewards_of_the_actor_whatever_is_skipped_or
 
 def sample_and_train(paths):
     """Samples a batch when the policy before it is there; the actor waits for its values."""
-    with Sequencer(
-        paths.bus, PRODUCERS, prompts_per_step=P, position=None, needs=("critic",)
-    ) as sequencer:
+    with Sequencer(paths.bus, prompts_per_step=P, position=None, needs=("critic",)) as sequencer:
         for step in range(1, STEPS + 1):
             for number, name in enumerate(PRODUCERS):
                 first = (step - 1) * P + number

@@ -112,13 +112,13 @@ def test_a_step_is_exported_as_the_trainer_saw_it_whatever_was_restarted_since(t
     paths = rich_bus(tmp_path)
     options = {"prompts_per_step": 3, "over_age": "drop", "max_staleness": 99}
     options |= {"needs": ["reference"]}
-    with Sequencer(paths, PRODUCERS, position=None, **options) as first:
+    with Sequencer(paths, position=None, **options) as first:
         seen = {1: [whole_batch(first, 1, timeout_s=1)]}
         position = first.position
         seen[2] = [first.next_portion(2, timeout_s=1, min_tokens=1)]  # and the trainer dies
         while not seen[2][-1].last:
             seen[2].append(first.next_portion(2, timeout_s=1, min_tokens=1))
-    with Sequencer(paths, PRODUCERS, position=position, **options) as second:
+    with Sequencer(paths, position=position, **options) as second:
         whole_batch(second, 2, timeout_s=1)
         seen[3] = [whole_batch(second, 3, timeout_s=1)]
     trained = {

@@ -24,7 +24,7 @@ def paths(tmp_path):
 
 
 def train(paths, position=None):
-    return Sequencer(paths, PRODUCERS, prompts_per_step=P, position=position)
+    return Sequencer(paths, prompts_per_step=P, position=position)
 
 
 def follow(paths, position=None):

@@ -7,7 +7,7 @@ import crc32c
 import h5py
 import numpy as np
 import pytest
-from bus_fixtures import PRODUCERS, group, make_bus, produce
+from bus_fixtures import group, make_bus, produce
 
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.shards import hdf5, shard_write
@@ -74,7 +74,7 @@ def test_a_table_that_cannot_be_is_damage_and_the_groups_are_sampled_again(tmp_p
     paths = make_bus(tmp_path)
     produce(paths, "rollout-0", [0])
     rewrite(paths.shard("rollout-0", 1, 0), change)
-    with Sequencer(paths, PRODUCERS, prompts_per_step=2, position=None) as seq:
+    with Sequencer(paths, prompts_per_step=2, position=None) as seq:
         seq.look()
         assert [guid for guid, _ in seq._intake.dropped] == [-1]
 

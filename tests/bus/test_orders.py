@@ -19,7 +19,7 @@ TOKENS = 7 * SIBLINGS
 
 
 def sequencer(paths, position=None, **kwargs):
-    return Sequencer(paths, PRODUCERS, prompts_per_step=P, position=position, **kwargs)
+    return Sequencer(paths, prompts_per_step=P, position=position, **kwargs)
 
 
 def portion(seq, step, min_tokens):
@@ -145,7 +145,7 @@ def test_a_group_is_as_old_as_the_oldest_of_its_siblings(tmp_path):
     siblings = [trajectory(0, 0, version=3), trajectory(0, 1, version=1)]
     with Producer(paths, "rollout-0", {}) as producer:
         producer.put([PromptGroup(0, siblings)])
-    with Sequencer(paths, PRODUCERS, prompts_per_step=1, position=None) as seq:
+    with Sequencer(paths, prompts_per_step=1, position=None) as seq:
         assert whole_batch(seq, 1, timeout_s=0).policy_version_min == 1
 
 

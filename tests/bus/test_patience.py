@@ -47,7 +47,7 @@ class Run:
 
     def all_of_it(self):
         with Producer(self.paths, "rollout-0", {}, spares=1) as producer:
-            sequencer = Sequencer(self.paths, ["rollout-0"], prompts_per_step=P, position=None)
+            sequencer = Sequencer(self.paths, prompts_per_step=P, position=None)
             reader, credits = Reader(self.paths), CreditTail(self.paths)
             for step in range(1, STEPS + 1):
                 for guid in range((step - 1) * P, step * P):
@@ -100,7 +100,7 @@ def test_an_error_at_any_system_call_ends_nobody_and_loses_and_doubles_nothing(
         assert (counts.planned, counts.planned_twice, counts.dropped) == (8, 0, 0), nth
         shards = [r for r in read_log(run.paths.log("rollout-0")) if r.kind in SHARDS]
         assert [r.guid_min for r in shards] == list(range(P * STEPS)), (nth, faults.call)
-        with Sequencer(run.paths, ["rollout-0"], prompts_per_step=P, position=None) as again:
+        with Sequencer(run.paths, prompts_per_step=P, position=None) as again:
             assert again.num_planned == STEPS
     assert nth > 100, "too few places"
     assert hit >= {"open", "pwritev", "preadv", "fsync", "rename", "replace", "link"}
@@ -150,9 +150,7 @@ class Threads:
     def _train(self):
         try:
             reader = Reader(self._paths)
-            with Sequencer(
-                self._paths, ["rollout-0"], prompts_per_step=P, position=None
-            ) as sequencer:
+            with Sequencer(self._paths, prompts_per_step=P, position=None) as sequencer:
                 for step in range(1, LONG + 1):
                     record = whole_batch(sequencer, step, timeout_s=6.0)
                     self.seen.append(_digest(reader.rows(record, range(record.num_trajectories))))

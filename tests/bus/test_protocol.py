@@ -38,7 +38,7 @@ P = 4
 
 
 def sequencer(paths, position=None, prompts_per_step=P):
-    return Sequencer(paths, PRODUCERS, prompts_per_step=prompts_per_step, position=position)
+    return Sequencer(paths, prompts_per_step=prompts_per_step, position=position)
 
 
 def produce_all(paths, num_groups, **kwargs):
@@ -196,7 +196,7 @@ def test_groups_are_lacking_until_all_are_committed_though_a_column_is_missing(t
     paths, seen = BusPaths(tmp_path / "bus"), []
     layout.create(paths, PRODUCERS, {"run": "test"}, sidecar_writers={"reference-0": "reference"})
     settings = {"over_age": over_age, "needs": ("reference",), "position": None}
-    with Sequencer(paths, PRODUCERS, prompts_per_step=P, **settings) as seq:
+    with Sequencer(paths, prompts_per_step=P, **settings) as seq:
 
         def wait():
             seen.append(seq.lacks_groups())

@@ -18,7 +18,7 @@ P = 4
 
 
 def sequencer(paths, position=None, **kwargs):
-    return Sequencer(paths, PRODUCERS, prompts_per_step=P, position=position, **kwargs)
+    return Sequencer(paths, prompts_per_step=P, position=position, **kwargs)
 
 
 def before(monkeypatch, owner, name, act):

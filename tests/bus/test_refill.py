@@ -36,7 +36,7 @@ def tmp_path():
 
 def sequencer(paths, position=None, **kwargs):
     kwargs = {"judge": judge, "max_staleness": 1, **kwargs}
-    return Sequencer(paths, PRODUCERS, prompts_per_step=P, position=position, **kwargs)
+    return Sequencer(paths, prompts_per_step=P, position=position, **kwargs)
 
 
 def put(paths, guids, flat=(), **kwargs):

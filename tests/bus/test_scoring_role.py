@@ -88,7 +88,7 @@ class finished_when:  # noqa: N801 - reads as a statement
         self.thread.start()
 
     def watch(self):
-        with Sequencer(self.paths, PRODUCERS, prompts_per_step=4, position=None) as sequencer:
+        with Sequencer(self.paths, prompts_per_step=4, position=None) as sequencer:
             while not self.over.wait(0.02):
                 if self.done():
                     sequencer.finish()
@@ -105,7 +105,7 @@ def sidecars(paths):
 
 def planned_rows(paths):
     """All trajectories of three batches, as the actor reads them."""
-    sequencer = Sequencer(paths, PRODUCERS, prompts_per_step=4, position=None, needs=("reference",))
+    sequencer = Sequencer(paths, prompts_per_step=4, position=None, needs=("reference",))
     with sequencer:
         records = [whole_batch(sequencer, step, timeout_s=5) for step in (1, 2, 3)]
         reader = Reader(paths)

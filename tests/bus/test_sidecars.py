@@ -27,7 +27,7 @@ def paths(tmp_path):
 
 
 def sequencer(paths, needs=("reference", "critic"), position=None):
-    return Sequencer(paths, PRODUCERS, prompts_per_step=P, position=position, needs=needs)
+    return Sequencer(paths, prompts_per_step=P, position=position, needs=needs)
 
 
 def ref_logprobs(shard, shift=0.0):

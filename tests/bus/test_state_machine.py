@@ -102,7 +102,6 @@ class Trainer:
         """Portions of the step that is being trained."""
         self.sequencer = Sequencer(
             paths,
-            PRODUCERS,
             prompts_per_step=P,
             position=checkpoint["position"],
             needs=needs,

@@ -16,7 +16,7 @@ P = 4
 
 
 def sequencer(paths, position=None):
-    return Sequencer(paths, PRODUCERS, prompts_per_step=P, position=position)
+    return Sequencer(paths, prompts_per_step=P, position=position)
 
 
 def kept(paths):

@@ -66,7 +66,7 @@ def teach(paths, tmp_path, name, scorer=None, prompts=None):
 
 def planned_rows(paths):
     needs = tuple(WRITERS.values())
-    with Sequencer(paths, PRODUCERS, prompts_per_step=4, position=None, needs=needs) as sequencer:
+    with Sequencer(paths, prompts_per_step=4, position=None, needs=needs) as sequencer:
         records = [whole_batch(sequencer, step, timeout_s=5) for step in (1, 2, 3)]
         reader = Reader(paths)
         return [t for r in records for t in reader.rows(r, range(r.num_trajectories))]

@@ -98,12 +98,12 @@ def test_a_healthy_bus_is_sound_through_restarts_sidecars_portions_and_retiremen
         produce(paths, name, range(r, 12, 2), per_shard=2)
     widen(paths, 0)
     options = {"prompts_per_step": P, "needs": ["reference"]}
-    with Sequencer(paths, PRODUCERS, position=None, **options) as first:
+    with Sequencer(paths, position=None, **options) as first:
         whole_batch(first, 1, timeout_s=1)
         position = first.position
         while not first.next_portion(2, min_tokens=20, timeout_s=1).last:
             pass
-    with Sequencer(paths, PRODUCERS, position=position, **options) as second:
+    with Sequencer(paths, position=position, **options) as second:
         whole_batch(second, 2, timeout_s=1)
         whole_batch(second, 3, timeout_s=1)
         second.release(1)
@@ -187,7 +187,7 @@ def test_verify_finds_steps_that_were_trained_and_are_not_planned(tmp_path):
     paths = make_bus(tmp_path)
     for r, name in enumerate(PRODUCERS):
         produce(paths, name, range(r, 16, 2), per_shard=2)
-    with Sequencer(paths, PRODUCERS, prompts_per_step=P, position=None) as sequencer:
+    with Sequencer(paths, prompts_per_step=P, position=None) as sequencer:
         sizes = []
         for step in (1, 2):
             whole_batch(sequencer, step, timeout_s=1)
@@ -363,7 +363,7 @@ def test_a_sidecar_in_the_place_of_another_is_told(tmp_path):
 
 def test_a_checkpoint_that_is_saved_while_verify_looks_is_not_taken_for_a_strangers(tmp_path):
     paths = bus_with_steps(tmp_path, steps=0)
-    with Sequencer(paths, PRODUCERS, prompts_per_step=P, position=None) as sequencer:
+    with Sequencer(paths, prompts_per_step=P, position=None) as sequencer:
 
         def train_on():
             step = sequencer.num_planned + 1
@@ -387,7 +387,7 @@ def test_verify_finds_nothing_wrong_while_a_run_commits_plans_and_deletes(tmp_pa
     looker.start()
     try:
         producers = [Producer(paths, name, {}) for name in PRODUCERS]
-        with Sequencer(paths, PRODUCERS, prompts_per_step=2, position=None) as sequencer:
+        with Sequencer(paths, prompts_per_step=2, position=None) as sequencer:
             for step in range(1, 60):
                 for r, producer in enumerate(producers):
                     producer.put([group(2 * (step - 1) + r)])
@@ -546,13 +546,13 @@ def test_what_was_dropped_over_age_and_what_is_partial_is_neither_wrong_nor_need
         producer.put([group(2), group(3)])
         producer.put([group(4, version=2), group(5, version=2)])
         producer.put_partial([group(6, version=2)])
-    with Sequencer(paths, ["rollout-0"], position=None, **options) as sequencer:
+    with Sequencer(paths, position=None, **options) as sequencer:
         whole_batch(sequencer, 1, timeout_s=1)
         whole_batch(sequencer, 2, timeout_s=1)  # guids 2, 3 are 1 step stale: just allowed
         position = sequencer.position
     with Producer(paths, "rollout-0", {}) as producer:
         producer.put([group(8)])  # of policy 0: too old for step 3
-    with Sequencer(paths, ["rollout-0"], position=position, **options) as sequencer:
+    with Sequencer(paths, position=position, **options) as sequencer:
         whole_batch(sequencer, 3, timeout_s=1)
         with Producer(paths, "rollout-0", {}) as producer:
             [owed] = sequencer._credit.owed
@@ -579,7 +579,7 @@ def test_a_damaged_shard_that_the_plan_has_set_aside_is_told_and_not_wrong(tmp_p
     path.write_bytes(path.read_bytes()[:100])
     [(kind, what)] = wrong(check(paths))
     assert (kind, "is torn" in what) == ("shard", True)
-    with Sequencer(paths, ["rollout-0"], prompts_per_step=2, position=None) as sequencer:
+    with Sequencer(paths, prompts_per_step=2, position=None) as sequencer:
         sequencer.look()
         with Producer(paths, "rollout-0", {}) as producer:
             producer.put([group(0), group(1)])

@@ -85,9 +85,7 @@ def rows_of(config, root, scale):
                 tokens = shard.read("ragged/token_ids")
             writer.put(pending, {NAME: (scale * tokens).astype(np.float32)})
     needs = layout.roles_of(layout.open_bus(paths), config.columns)
-    with Sequencer(
-        paths, config.producers, prompts_per_step=GROUPS, position=None, needs=needs
-    ) as sequencer:
+    with Sequencer(paths, prompts_per_step=GROUPS, position=None, needs=needs) as sequencer:
         record = sequencer.next_portion(1, timeout_s=0)
     assert record.last
     reader = Reader(paths)

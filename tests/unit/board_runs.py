@@ -35,10 +35,10 @@ def step(number, time, reward, **fields):
     return event("step", time, step=number, **{"reward/mean": reward} | fields)
 
 
-def evaluation(version, correct, time, *, number, rank=0, when="during", name="heldout"):
+def evaluation(version, correct, time, *, number, rank=0, when="during", name="heldout", tasks=1):
     return event("eval", time, "rollout", rank, name=name, headline=name == "heldout", when=when,
                  number=number, version=version, version_max=version, correct=correct,
-                 num_samples=4)  # fmt: skip
+                 num_samples=4, tasks=tasks)  # fmt: skip
 
 
 def write(paths, *events):

@@ -60,8 +60,6 @@ def test_where_it_is_computed_and_who_is_told_may_change_without_a_look(setting)
     ("eval.h.every=3", "points of a curve would be of different evaluations"),
     ("actor.optimizer.moments=bfloat16", "would change what is trained, and a run has one job"),
     ("engines.rollout.args.quantization=fp8", "would change what is trained"),
-    ("engines.rollout.count=2", "rollout would have 2 tasks, and the prompts of this run are "
-     "dealt over 1 for good; set both so that there are as many, or add engines while it runs"),
 ])  # fmt: skip
 def test_what_stays_says_why(setting, why):
     with pytest.raises(ConfigError) as error:

@@ -37,7 +37,7 @@ class Made:
         ]  # fmt: skip
         share = Share.of(rows)
         with EventWriter(self.paths.events("rollout", rank), "rollout", rank) as events:
-            events.emit("eval", headline=True, **due._asdict(), **share._asdict())
+            events.emit("eval", headline=True, tasks=2, **due._asdict(), **share._asdict())
         Board(self.paths, rank, 2).add(due, share, rows)
 
 
@@ -62,7 +62,7 @@ def test_samples_without_a_score_are_in_no_figure_and_are_counted(made):
     share = Share.of(rows)
     assert (share.correct, share.num_samples, share.num_masked) == (2.0, 3, 1)
     with EventWriter(made.paths.events("rollout", 0), "rollout", 0) as events:
-        events.emit("eval", headline=True, **AFTER._asdict(), **share._asdict())
+        events.emit("eval", headline=True, tasks=2, **AFTER._asdict(), **share._asdict())
     Board(made.paths, 0, 2).add(AFTER, share, rows)
     after = evaluations.collect(made.root)[-1]
     assert (after.all.num_samples, after.reward_errors, after.masked) == (3, 2, 1)
@@ -96,8 +96,8 @@ def test_what_a_task_did_again_counts_once_and_its_newest_try(made):
 
 
 def test_a_task_that_has_not_told_its_share_is_said_to_be_missing(made):
-    path = made.paths.events("rollout", 0)
-    path.write_text(path.read_text().replace('"headline": true', '"headline": true, "tasks": 4'))
+    for path in (made.paths.events("rollout", rank) for rank in range(2)):
+        path.write_text(path.read_text().replace('"tasks": 2', '"tasks": 4'))
     [before, _] = evaluations.collect(made.root)
     assert before.missing_tasks == 2
 

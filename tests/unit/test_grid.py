@@ -209,9 +209,7 @@ class Grid:
             duties.close()
 
     def _rank0(self, reader):
-        sequencer = Sequencer(
-            self.paths.bus, self.config.producers, prompts_per_step=PROMPTS, position=None
-        )
+        sequencer = Sequencer(self.paths.bus, prompts_per_step=PROMPTS, position=None)
         events = EventWriter(self.paths.events("actor", 0), "actor", 0)
         return Rank0(self.config, sequencer, reader, self.rollout, None, events)
 

@@ -72,6 +72,30 @@ def test_a_task_alone_says_its_own(tmp_path, caplog):
     assert said(caplog) == ["held-out before, policy 0: 0.500 (h)"]
 
 
+def test_what_all_tasks_have_scored_stays_so_when_they_are_others_and_the_rest_is_begun_anew(
+    tmp_path,
+):
+    rows = [Row(p, 0, 1.0, {"a": 1.0}, 4, 4, "stop", 1, ["7"], "s") for p in range(2)]
+    before, once, twice = Due("h", "before", 0), Due("h", "during", 1), Due("h", "during", 2)
+    two = [Board(RunPaths(tmp_path), rank, 2) for rank in range(2)]
+    for rank, board in enumerate(two):
+        board.add(before, Share.of(rows[rank:]), rows[rank:])
+    two[0].add(once, Share.of(rows[:1]), rows[:1])
+    two[1].begin(twice)
+    two[1].keep(twice, rows[1:])
+    for size in (1, 3):
+        for rank in range(size):
+            other = Board(RunPaths(tmp_path), rank, size)
+            assert other.begun("h") == Begun([before], [once, twice])
+            assert other.begun("other") == Begun([], [])
+            assert other.kept_last([before]) is None and other.kept_last([once]) == 0
+            assert other.begin(twice) == []
+    Board(RunPaths(tmp_path), 0, 1).add(once, Share.of(rows), rows)
+    assert Board(RunPaths(tmp_path), 2, 3).begun("h") == Begun([before, once], [twice])
+    assert Board(RunPaths(tmp_path), 1, 2).begun("h") == Begun([before, once], [twice])
+    assert Board(RunPaths(tmp_path), 1, 2).begin(twice) == rows[1:], "it is of so many tasks"
+
+
 def test_a_board_knows_what_its_task_began_and_completed_in_earlier_starts(tmp_path):
     rows = [Row(p, 0, 1.0, {"a": 1.0}, 4, 4, "stop", 1, ["7"], "s") for p in range(3)]
     before, during = Due("h", "before", 0), Due("h", "during", 12)
@@ -81,7 +105,7 @@ def test_a_board_knows_what_its_task_began_and_completed_in_earlier_starts(tmp_p
     first.add(before, Share.of(rows[:1]), rows[:1])
     first.keep(during, rows[:2])
     first.keep(during, rows[2:])
-    part = RunPaths(tmp_path).eval_part("h", "during", 12, 0)
+    part = RunPaths(tmp_path).eval_part("h", "during", 12, 0, 2)
     part.write_text(part.read_text()[:-9])  # killed while it wrote
     again = Board(RunPaths(tmp_path), 0, 2)
     assert again.begun("h") == Begun([before], [during])

@@ -87,7 +87,7 @@ def test_groups_that_the_trainer_will_not_use_are_sampled_again(tmp_path):
     settings = config()
     with (
         Producer(paths, "rollout-0", {}) as producer,
-        Sequencer(paths, ["rollout-0"], prompts_per_step=PROMPTS, position=None) as sequencer,
+        Sequencer(paths, prompts_per_step=PROMPTS, position=None) as sequencer,
     ):
         thread = start(paths, producer, sampler, settings)
         deadline = time.monotonic() + 20
@@ -113,7 +113,7 @@ def test_routed_experts_reach_the_bus_and_are_asked_for_only_where_something_is_
     settings = settings.model_copy(update={"rollout": wanted})
     with (
         Producer(paths, "rollout-0", {}) as producer,
-        Sequencer(paths, ["rollout-0"], prompts_per_step=PROMPTS, position=None) as sequencer,
+        Sequencer(paths, prompts_per_step=PROMPTS, position=None) as sequencer,
     ):
         thread = start(paths, producer, sampler, settings, heldout=[Prompt(0, [7], "1")])
         record = sequencer.next_portion(1, timeout_s=20)
@@ -140,7 +140,7 @@ def test_a_full_file_system_stops_new_samples_and_loses_none(tmp_path, monkeypat
             return real(groups)
 
         monkeypatch.setattr(producer, "put", put)
-        with Sequencer(paths, ["rollout-0"], prompts_per_step=PROMPTS, position=None) as sequencer:
+        with Sequencer(paths, prompts_per_step=PROMPTS, position=None) as sequencer:
             thread = start(paths, producer, sampler, config())
             record = sequencer.next_portion(1, timeout_s=20)
             sequencer.finish()
@@ -163,7 +163,7 @@ def test_nothing_new_is_started_while_finished_groups_find_no_space(monkeypatch)
 
     monkeypatch.setattr(rollout, "publish", publish)
     monkeypatch.setattr(durable.time, "monotonic", lambda: now)
-    outbox = rollout.Outbox(None, Events(), groups_per_shard=1)
+    outbox = rollout.Outbox(Producer, Events(), groups_per_shard=1)
     assert not outbox.full
     outbox.send(rest=True)
     assert not outbox.full  # there was nothing to send

@@ -71,7 +71,7 @@ def test_trajectories_are_counted_from_the_bus_and_the_steps(paths):
     layout.create(paths.bus, ["rollout-0"], {})
     with Producer(paths.bus, "rollout-0", {}) as producer:
         producer.put([group(0, 0), group(1, 0), group(2, 0)])
-    with Sequencer(paths.bus, ["rollout-0"], prompts_per_step=1, position=None) as sequencer:
+    with Sequencer(paths.bus, prompts_per_step=1, position=None) as sequencer:
         for step in (1, 2):
             sequencer.next_portion(step, timeout_s=5)
     emit(paths, "actor", ("step", {"step": 1, "num_trajectories": 2}))

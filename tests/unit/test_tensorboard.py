@@ -40,13 +40,14 @@ def test_a_reader_that_follows_has_every_point_once_as_it_comes(run):
     board = RunBoard(paths, config)
     board.update()
     assert not paths.tensorboard.exists(), "nothing is there to be shown"
-    write(paths, step(1, 2.0, 0.25, loss=-0.5), evaluation(0, 1.0, 1.0, number=0, when="before"))
+    first = evaluation(0, 1.0, 1.0, number=0, when="before", tasks=2)
+    write(paths, step(1, 2.0, 0.25, loss=-0.5), first)
     board.update()
     view = read(paths.tensorboard)
     assert curves(view) == {"reward/mean": [(1, 0.25)], "loss/total": [(1, -0.5)]}
     write(
         paths,
-        evaluation(0, 3.0, 2.5, number=0, rank=1, when="before"),  # now both have told their share
+        first | {"correct": 3.0, "time": 2.5, "rank": 1},  # now both have told their share
         step(2, 3.0, 0.5, loss=-0.25, note="text", good=True),
         event("checkpoint", 3.5, step=2, wait_s=0.5, background_s=4.0, bytes=7),
     )

@@ -194,7 +194,7 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
     )
     paths, policy, world = RunPaths(config.run_dir), Policy(), SoloWorld()
     layout.create(paths.bus, config.producers, {})
-    sequencer = Sequencer(paths.bus, config.producers, prompts_per_step=PROMPTS, position=None)
+    sequencer = Sequencer(paths.bus, prompts_per_step=PROMPTS, position=None)
     checkpoints = Checkpoints(paths.checkpoints, world, PlanPosition, keep=1)
     events = EventWriter(paths.events("actor", 0), "actor", 0)
     trainer = FakeTrainer(policy)

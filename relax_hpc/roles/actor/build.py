@@ -144,7 +144,6 @@ def _rank0(
     judge = judge_of(config)
     sequencer = Sequencer(
         paths.bus,
-        config.producers,
         prompts_per_step=config.schedule.prompts_per_step,
         position=resumed.position if resumed else None,
         needs=layout.roles_of(layout.open_bus(paths.bus), config.columns),

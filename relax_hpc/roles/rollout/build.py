@@ -11,7 +11,6 @@ from typing import Protocol
 from relax_hpc import heartbeat
 from relax_hpc.algorithms.groups import Refill
 from relax_hpc.bus.credits import CreditTail
-from relax_hpc.bus.producer import Producer
 from relax_hpc.config.run import RunConfig
 from relax_hpc.environments import registry as environments
 from relax_hpc.media.recipe import is_shown_media
@@ -33,6 +32,7 @@ from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.roles.rollout import prompt_check, row_check
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
 from relax_hpc.roles.rollout.evaluation import Also, Evaluator
+from relax_hpc.roles.rollout.folders import Folders
 from relax_hpc.roles.rollout.heldout import Board
 from relax_hpc.roles.rollout.prompt_check import Sources
 from relax_hpc.roles.rollout.retirement import retirement_of
@@ -91,9 +91,9 @@ def _host(
                 host.wait_until_healthy()
         events.emit("phases", step=0, phases=starting.phases)
         own = [slot.id for slot in slots]
-        with Producer(
+        with Folders.open(
             paths.bus,
-            config.producers[number],
+            number,
             provenance(config, context),
             compress=config.bus.compress,
             spares=SPARES,
@@ -110,12 +110,12 @@ async def _loop(
     number: int,
     own: Sequence[str],
     sources: Sources,
-    producer: Producer,
+    producer: Folders,
     events: EventWriter,
     ending: Ending,
     idle: Idle,
 ) -> None:
-    task = rollout.Task(number, config.rollout_pool.num_hosts)
+    task = rollout.Task(number, config.rollout_pool.num_hosts, producer.deals)
     async with sampling(config, paths, own, sources, events) as (sampler, episodes):
         limits = prompt_check.limits_of(config)
         group = Grouper(

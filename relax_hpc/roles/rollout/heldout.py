@@ -1,14 +1,16 @@
 """Scores of tasks on the held-out sets: their shares of a result, and every sample in files."""
 
 import errno
+import itertools
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from relax_hpc.config.run import RunConfig
 from relax_hpc.paths import RunPaths
@@ -124,10 +126,21 @@ class Begun(NamedTuple):
     """Were broken off after samples of a prompt, or more."""
 
 
+class _Told(NamedTuple):
+    """What tasks said of their shares when there were more or fewer of them."""
+
+    done: set[Due]
+    """The evaluations that all of them had scored."""
+    begun: set[Due]
+    """All that there was something of."""
+
+
 class Board:
     """The place where tasks leave their scores. Whoever completes an evaluation says its result.
 
-    It outlives the task: samples are kept prompt by prompt, and each once.
+    It outlives the task: samples are kept prompt by prompt, and each once. Where there were more or
+    fewer tasks before, their shares were other ones: what they completed stays so, and the rest is
+    begun anew.
 
     Args:
         paths: of the run.
@@ -141,21 +154,22 @@ class Board:
         """Tasks that have a share."""
         self._of_all = threading.Lock()
         """Held while the shares are written: sets are completed in threads."""
+        self._told_of: dict[str, _Told] = {}
 
     def begun(self, name: str) -> Begun:
         """Returns the evaluations of a set that there is something of."""
-        shares = read_json(self._paths.heldout_shares(self._rank)) or {}
-        split = [key.split("/") for key in shares]
-        done = [Due(name, when, int(number)) for of, when, number in split if of == name]
-        found = [Due(name, when, int(number)) for when, number in map(_when_of, self._parts(name))]
-        return Begun(done, [due for due in found if due not in done and self._lines(due)])
+        told, own = self._told(name), map(_due_of, self._read(self._rank))
+        done = list(dict.fromkeys([*(due for due in own if due.name == name), *sorted(told.done)]))
+        left = [Due(name, *_when_of(part.name)) for part in self._parts(name) if _lines(part)]
+        begun = dict.fromkeys([*left, *sorted(told.begun)])
+        return Begun(done, [due for due in begun if due not in done])
 
     def kept_last(self, dues: Collection[Due]) -> int | None:
         """Returns the bytes of samples that are kept of evaluations under way, of the sets of
         `dues`; None if all of these are complete. For whoever waits for them: those that were under
         way before come first."""
-        shares = read_json(self._paths.heldout_shares(self._rank)) or {}
-        if all(due.key in shares for due in dues):
+        shares = self._read(self._rank)
+        if all(due.key in shares or due in self._told(due.name).done for due in dues):
             return None
         num_bytes = 0
         for part in [part for due in dues for part in self._parts(due.name)]:
@@ -165,7 +179,7 @@ class Board:
 
     def begin(self, due: Due) -> list[Row]:
         """Opens an evaluation. Returns the samples that were kept of it before."""
-        lines = self._lines(due)
+        lines = _lines(self._part(due))
         write_text(self._part(due), "".join(f"{line}\n" for line in lines))
         return [Row(**row) for line in lines for row in json.loads(line)]
 
@@ -188,7 +202,7 @@ class Board:
         if rows:
             path = self._paths.eval_rows(due.name, share.version, due.when, due.number, self._rank)
             write_text(path, "".join(f"{json.dumps(row._asdict())}\n" for row in rows))
-        own = self._paths.heldout_shares(self._rank)
+        own = self._paths.heldout_shares(self._rank, self.size)
         with self._of_all:
             write_json(own, (read_json(own) or {}) | {due.key: share})
         delete(self._part(due))
@@ -196,37 +210,73 @@ class Board:
         if len(found) == self.size:
             log.info("%s", _line(due, found), extra=OF_ALL)
 
+    def _read(self, rank: int, size: int = 0) -> dict[str, Any]:
+        """Reads what a task, of as many as there are now or of `size`, said of its shares."""
+        return read_json(self._paths.heldout_shares(rank, size or self.size)) or {}
+
+    def _told(self, name: str) -> _Told:
+        """Reads what was said of a set when there were more or fewer tasks; they are no more."""
+        if name not in self._told_of:
+            files = names(self._paths.heldout_shares(0, 0).parent)
+            shares = [
+                [set(self._read(rank, size)) for rank in range(size)]
+                for size in set(map(_tasks_of, files)) - {0, self.size}
+            ]
+            done = set[str]().union(*(set.intersection(*each) for each in shares))
+            begun = set(map(_due_of, set[str]().union(*itertools.chain(*shares))))
+            folder = self._part(Due(name, "", 0)).parent
+            for part in (each for each in names(folder) if each.endswith(".part")):
+                if _tasks_of(part) != self.size and _lines(folder / part):
+                    begun.add(Due(name, *_when_of(part)))
+            self._told_of[name] = _Told(
+                {due for due in map(_due_of, done) if due.name == name},
+                {due for due in begun if due.name == name},
+            )
+        return self._told_of[name]
+
     def _parts(self, name: str) -> list[Path]:
         """Returns the files of evaluations of a set that are under way."""
         folder = self._part(Due(name, "", 0)).parent
-        return [folder / part for part in names(folder) if part.endswith(f".{self._rank}.part")]
+        own = f".{self._rank}-of-{self.size}.part"
+        return [folder / part for part in names(folder) if part.endswith(own)]
 
     def _part(self, due: Due) -> Path:
-        return self._paths.eval_part(due.name, due.when, due.number, self._rank)
-
-    def _lines(self, due: Due) -> list[str]:
-        """Returns a line for each prompt of an evaluation under way; the last may be cut short."""
-        part = self._part(due)
-        try:
-            return read_bytes(part).decode().split("\n")[:-1]
-        except FileNotFoundError:
-            return []
+        return self._paths.eval_part(due.name, due.when, due.number, self._rank, self.size)
 
     def _others(self, key: str) -> list[Share]:
         """Reads as many as there are until one is missing."""
         found: list[Share] = []
         for rank in range(self.size):
             if rank != self._rank:
-                share = (read_json(self._paths.heldout_shares(rank)) or {}).get(key)
+                share = self._read(rank).get(key)
                 if share is None:
                     break
                 found.append(Share(*share))
         return found
 
 
-def _when_of(part: Path) -> tuple[str, str]:
-    when, _, number = part.name.split(".")[0].partition("-")
-    return when, number
+def _when_of(part: str) -> tuple[str, int]:
+    when, _, number = part.split(".")[0].partition("-")
+    return when, int(number)
+
+
+def _due_of(key: str) -> Due:
+    name, when, number = key.split("/")
+    return Due(name, when, int(number))
+
+
+def _tasks_of(file: str) -> int:
+    """The number of tasks that there were when one of them wrote a file; 0 of other files."""
+    found = re.search(r"-of-(\d+)\.", file)
+    return int(found[1]) if found else 0
+
+
+def _lines(part: Path) -> list[str]:
+    """Returns a line for each prompt of an evaluation under way; the last may be cut short."""
+    try:
+        return read_bytes(part).decode().split("\n")[:-1]
+    except FileNotFoundError:
+        return []
 
 
 def _line(due: Due, shares: list[Share]) -> str:

@@ -1,22 +1,24 @@
 """The rollout role: makes prompt groups, publishes them, and stays within the staleness bound."""
 
 import asyncio
-import itertools
 import time
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from relax_hpc.bus.credits import Credit, CreditTail
 from relax_hpc.bus.durable import Space
+from relax_hpc.bus.layout import Deal, Deals
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.staleness import may_start_batch
 from relax_hpc.config.run import RunConfig
 from relax_hpc.roles.rollout.episodes import Grouper
 from relax_hpc.roles.rollout.evaluation import Evaluator
+from relax_hpc.roles.rollout.folders import Folders
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory, key_of_medium
 from relax_hpc.telemetry.events import EventWriter
 
@@ -74,6 +76,12 @@ class Task(NamedTuple):
 
     rank: int
     size: int
+    deals: Deals = Deals()
+    """Of the run; none where there always were so many tasks."""
+
+    def guids(self, *, start: int) -> Iterator[int]:
+        """All prompt ordinals of this task from `start` on, rising and without end."""
+        return (self.deals or Deals([Deal(0, self.size)])).guids(self.rank, start=start)
 
 
 async def run(
@@ -82,7 +90,7 @@ async def run(
     engines: Engines,
     group: Grouper,
     evaluator: Evaluator,
-    producer: Producer,
+    producer: Producer | Folders,
     credits: CreditTail,
     events: EventWriter,
     end: End | None = None,
@@ -195,8 +203,7 @@ class Pace:
 
 def owned_guids(task: Task, committed: set[int], *, start: int) -> Iterator[int]:
     """Prompt ordinals of this task that are not committed yet, in order and without end."""
-    first = start + (task.rank - start) % task.size
-    return (guid for guid in itertools.count(first, task.size) if guid not in committed)
+    return (guid for guid in task.guids(start=start) if guid not in committed)
 
 
 def _first(owed: deque[int], rest: Iterator[int]) -> int:
@@ -209,7 +216,9 @@ def _first(owed: deque[int], rest: Iterator[int]) -> int:
 class Outbox:
     """Finished groups on their way to the bus. A full file system holds them up; it loses none."""
 
-    def __init__(self, producer: Producer, events: EventWriter, *, groups_per_shard: int) -> None:
+    def __init__(
+        self, producer: Producer | Folders, events: EventWriter, *, groups_per_shard: int
+    ) -> None:
         self._producer, self._events = producer, events
         self._groups_per_shard = groups_per_shard
         self._ready: list[PromptGroup] = []
@@ -237,11 +246,16 @@ class Outbox:
         enough = len(self._ready) >= self._groups_per_shard or rest or waited
         if not self._ready or not enough:
             return
-        if self._space.write(lambda: publish(self._producer, self._ready, self._events)):
-            self._ready = []
+        left = list[PromptGroup]()
+        for lot in self._producer.lots(self._ready):
+            if not self._space.write(partial(publish, self._producer, lot, self._events)):
+                left += lot
+        self._ready = left
 
 
-def publish(producer: Producer, groups: Sequence[PromptGroup], events: EventWriter) -> None:
+def publish(
+    producer: Producer | Folders, groups: Sequence[PromptGroup], events: EventWriter
+) -> None:
     """Commits finished groups as one shard and says so."""
     start = time.perf_counter()
     producer.put(groups)

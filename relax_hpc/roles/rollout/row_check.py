@@ -1,7 +1,8 @@
 """Looks at all prompts when the job starts, and decides once which of them are left out.
 
 Each rollout task looks at a share of the rows and leaves what it found in a file; together the
-files say for all producers which rows there are. They are kept: whoever starts again reads them.
+files say for all producers which rows there are. They are kept: whoever starts again reads them,
+also where there are more or fewer tasks by then.
 """
 
 import hashlib
@@ -75,22 +76,39 @@ def settle(config: RunConfig, paths: RunPaths, sources: Sources, share: Share) -
     key = _key(config, sources, share.size)
     num_rows = {name: source.num_rows for name, source in sources.by_key.items()}
     _check_num_rows(paths, share, num_rows)
-    own = _read(paths, share.number, key)
+    settled = _settled_before(config, paths, sources, share)
+    own = settled[0] if settled else _read(paths, share.number, key)
     if own is None:
         rows = {name: share.rows(count) for name, count in num_rows.items()}
         own = examine(sources, rows)
         if config.prompts.media.broken == "skip":
             own = decode_check.decoded(sources.by_key, rows, own)
-        record = {"key": key, "num_rows": num_rows, "found": own}
+        record = {"key": key, "tasks": share.size, "num_rows": num_rows, "found": own}
         write_json(paths.prompt_rows(share.number), record)
     found = [own]
     if config.prompts.may_leave_out:
-        found = _of_all(config, paths, share, key, own)
+        found = settled or _of_all(config, paths, share, key, own)
         _leave_out(paths, sources, found, is_first=share.number == 0)
     longest = {
         name: max(each[name].longest for each in found if name in each) for name in sources.by_key
     }
     check_lengths(config, longest)
+
+
+def _settled_before(
+    config: RunConfig, paths: RunPaths, sources: Sources, share: Share
+) -> list[Mapping[str, Examined]]:
+    """What all tasks found when there were more or fewer; nothing if there were not.
+
+    A row that is mended since stays left out: the order was drawn without it.
+    """
+    size = int((read_json(paths.prompt_rows(0)) or {}).get("tasks", share.size))
+    if size == share.size or not config.prompts.may_leave_out:
+        return []
+    key = _key(config, sources, size)
+    found = [_read(paths, number, key) for number in range(size)]
+    known = [each for each in found if each is not None]
+    return known if len(known) == size else []
 
 
 def _check_num_rows(paths: RunPaths, share: Share, num_rows: Mapping[str, int]) -> None:

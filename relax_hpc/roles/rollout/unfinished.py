@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 from relax_hpc.bus.durable import Space
@@ -24,6 +25,7 @@ from relax_hpc.rewards.contract import Score
 from relax_hpc.roles.ending import Ending
 from relax_hpc.roles.idle import Idle
 from relax_hpc.roles.rollout.episodes import Episode, Grouper, rows_of, seed_of
+from relax_hpc.roles.rollout.folders import Folders
 from relax_hpc.schema import PromptGroup
 from relax_hpc.storage import names, patiently
 from relax_hpc.telemetry.events import EventWriter
@@ -97,7 +99,7 @@ class Unfinished:
         self,
         config: RunConfig,
         grouper: Grouper,
-        producer: Producer,
+        producer: Producer | Folders,
         events: EventWriter,
     ) -> None:
         self._config, self._grouper = config, grouper
@@ -136,11 +138,15 @@ class Unfinished:
         begun = sorted(self._grouper.running.keys() & set(guids))
         num_lost = sum(map(self._break_off, begun))
         num_lost += sum(map(self._num_held, self._grouper.asked.keys() - set(guids)))
-        groups = [group for guid in begun if num_sampled(group := self._group(guid))]
+        groups = list[PromptGroup]()
+        found = [group for guid in begun if num_sampled(group := self._group(guid))]
+        for lot in self._producer.lots(found) if found else []:
+            if Space().write(partial(self._producer.put_partial, lot)):
+                groups += lot
+            else:
+                log.error("no room for %d unfinished prompt groups: sampled again", len(lot))
+                num_lost += sum(map(num_sampled, lot))
         num_tokens = sum(map(num_sampled, groups))
-        if groups and not Space().write(lambda: self._put(groups)):
-            log.error("no room for %d unfinished prompt groups: sampled again", len(groups))
-            groups, num_tokens, num_lost = [], 0, num_lost + num_tokens
         if groups or num_lost:
             self._events.emit(
                 "unfinished", num_groups=len(groups), num_tokens=num_tokens, num_lost=num_lost
@@ -165,9 +171,6 @@ class Unfinished:
         """Counts what was sampled of a group that does not heed its end."""
         records = self._grouper.running[guid]
         return sum(len(call.draft.token_ids) for record in records for call in record.calls)
-
-    def _put(self, groups: list[PromptGroup]) -> None:
-        self._producer.put_partial(groups)
 
     def _group(self, guid: int) -> PromptGroup:
         prompt = self._grouper.asked.get(guid)

@@ -314,7 +314,7 @@ def test_a_run_goes_on_from_its_second_newest_checkpoint_after_a_release(tmp_pat
     checkpoints = Checkpoints(tmp_path / "checkpoints", world, PlanPosition, keep=2)
 
     def sequencer(position=None):
-        return Sequencer(paths, ["rollout-0"], prompts_per_step=1, position=position)
+        return Sequencer(paths, prompts_per_step=1, position=position)
 
     with Producer(paths, "rollout-0", {}) as producer, sequencer() as first:
         for guid in range(6):
@@ -371,7 +371,7 @@ def test_ranks_that_wait_for_rank_0_hear_from_it_while_it_waits_for_rollout(tmp_
         )
         reader, duties = Reader(bus), OtherRank(NobodyElse(Journal()))
         if number == 0:
-            sequencer = Sequencer(bus, ["rollout-0"], prompts_per_step=1, position=None)
+            sequencer = Sequencer(bus, prompts_per_step=1, position=None)
             publisher = FakePublisher(Journal(), DONE._replace(verified=None))
             publisher.wait_for_loads = lambda: False
             duties = Rank0(
@@ -422,7 +422,7 @@ def test_how_far_engines_are_is_noted_and_a_prompt_group_is_found_with_its_engin
     layout.create(bus, ["rollout-0"], {})
     with Producer(bus, "rollout-0", {"engine": "sglang 1.2"}) as producer:
         producer.put([PromptGroup(0, [row(0, 0), row(0, 1)])])
-    sequencer = Sequencer(bus, ["rollout-0"], prompts_per_step=1, position=None)
+    sequencer = Sequencer(bus, prompts_per_step=1, position=None)
     rank0 = Rank0(settings, sequencer, Reader(bus), FakePublisher(Journal()), [], events)
     rank0.next_portion(1, Timers())
     assert rank0.place_of(0) == ("bus/p/rollout-0/f1/000000000000.h5", "sglang 1.2")

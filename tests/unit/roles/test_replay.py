@@ -38,7 +38,7 @@ def run(tmp_path):
     bus = make_bus(tmp_path)
     for number, name in enumerate(PRODUCERS):
         produce(bus, name, range(number, 2 * STEPS, 2))
-    sequencer = Sequencer(bus, PRODUCERS, prompts_per_step=2, position=None)
+    sequencer = Sequencer(bus, prompts_per_step=2, position=None)
     positions = [(whole_batch(sequencer, step, timeout_s=5), sequencer.position)
                  for step in range(1, STEPS + 1)]  # fmt: skip
     sequencer.close()
@@ -99,7 +99,7 @@ def test_shards_that_were_deleted_are_told_with_the_setting_that_keeps_them(run)
 def test_a_run_goes_on_from_what_is_kept_for_good_only_if_no_shard_since_may_be_deleted(run):
     positions = [PlanPosition(1, step, step) for step in range(1, STEPS + 1)]
     assert [saving.lack_of(run, each) for each in positions] == [""] * STEPS
-    sequencer = Sequencer(run.bus, PRODUCERS, prompts_per_step=2, position=positions[-1])
+    sequencer = Sequencer(run.bus, prompts_per_step=2, position=positions[-1])
     sequencer.release(2)
     sequencer.close()
     lacks = [saving.lack_of(run, each) for each in positions]

@@ -78,7 +78,7 @@ async def sample(made, paths, engines):
 async def train(made, paths, engines, checkpoint):
     """A life of the trainer, which saves after every third step."""
     sequencer = Sequencer(
-        paths.bus, ["rollout-0"], prompts_per_step=P, position=checkpoint.get("position"),
+        paths.bus, prompts_per_step=P, position=checkpoint.get("position"),
         max_staleness=LAG, judge=judge_of(made),
     )  # fmt: skip
     with sequencer:

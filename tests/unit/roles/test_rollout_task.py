@@ -1,12 +1,14 @@
 """How a rollout task is put together from the settings, and what ends it."""
 
 import asyncio
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 from role_fakes import Events, Journal, config
 
 from relax_hpc.bus import layout
+from relax_hpc.bus.layout import Deal, Deals
 from relax_hpc.engines.response import Draft
 from relax_hpc.environments.base import Outcome
 from relax_hpc.environments.record import Call, Record
@@ -79,7 +81,8 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     )  # fmt: skip
     own = ["rollout-1.0", "rollout-1.1"]
     sources = prompt_check.sources_of(settings, Files("train", {"heldout": "heldout"}), Tokenizer())
-    paths, producer = RunPaths(tmp_path), "the producer"
+    paths, deals = RunPaths(tmp_path), Deals([Deal(0, 2), Deal(5, 3)])
+    producer = SimpleNamespace(deals=deals)
     ending = SimpleNamespace(is_near=lambda: False)
     parts = own, sources, producer, Events(), ending, Idle(None)
     asyncio.run(rollout_task._loop(settings, paths, 1, *parts))
@@ -89,11 +92,11 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
         ("heldout", each | {"shuffle_seed": None}),
         ("sampler", own, 2),
     ]
-    assert given["task"] == Task(1, 3)
+    assert given["task"] == Task(1, 3, deals)
     group, evaluator = given["group"], given["evaluator"]
     assert asyncio.run(group._prompts.asked(1)) == "train 1"
     assert evaluator._shares == {"heldout": ["heldout 1"]}  # of three; a task has every third
-    assert (given["engines"], given["producer"]) == ("the sampler", "the producer")
+    assert (given["engines"], given["producer"]) == ("the sampler", producer)
     assert (group._episodes.how(0.5).max_tokens, evaluator._episodes.how(0.5).max_tokens) == (
         16384, 20000
     )  # fmt: skip
@@ -171,15 +174,10 @@ def rolled_out(tmp_path, monkeypatch):
     """Runs a rollout task of four with everything around it a fake; returns what it was given."""
     made = {}
 
-    class Producer:
-        def __init__(self, bus, name, provenance, **settings):
-            made.update(name=name, provenance=provenance, **settings)
-
-        def __enter__(self):
-            return "the producer"
-
-        def __exit__(self, *_):
-            pass
+    @contextmanager
+    def opened(bus, task, provenance, **settings):
+        made.update(task=task, provenance=provenance, **settings)
+        yield "the producer"
 
     async def loop(config, paths, number, own, sources, producer, events, ending, idle):
         made.update(number=number, own=own, sources=sources)
@@ -189,7 +187,7 @@ def rolled_out(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Host, "journal", Journal())
     monkeypatch.setattr(rollout_task, "EngineHost", Host)
-    monkeypatch.setattr(rollout_task, "Producer", Producer)
+    monkeypatch.setattr(rollout_task.Folders, "open", opened)
     monkeypatch.setattr(rollout_task, "_loop", loop)
     monkeypatch.setattr(rollout_task.tokenizers, "load", lambda path: f"tokenizer of {path}")
     monkeypatch.setattr(prompt_check, "open_files", lambda config: "the files")
@@ -212,7 +210,7 @@ def test_a_task_of_an_engine_over_several_nodes_is_the_producer_of_its_engine(ro
         engines__rollout__resources__nodes=4, engines__rollout__args={"tp_size": 2},
         bus__compress=["ragged/token_ids"],
     )  # fmt: skip
-    assert (made["name"], made["number"], made["own"]) == ("rollout-1", 1, ["rollout-1"])
+    assert (made["task"], made["number"], made["own"]) == (1, 1, ["rollout-1"])
     assert (made["compress"], made["spares"]) == (["ragged/token_ids"], rollout_task.SPARES)
     told = made["provenance"]
     assert (told["run"], told["job"], told["component"]) == ("test", "7.0", "rollout")
@@ -238,7 +236,7 @@ def test_the_further_tasks_of_an_engine_run_their_part_of_it_and_are_no_producer
 def test_the_engines_of_a_task_are_started_together_and_asked_to_stop_together(rolled_out):
     made = rolled_out(1, engines__rollout__count=4, engines__rollout__engines_per_task=2)
     names = ["rollout-1.0", "rollout-1.1"]
-    assert (made["name"], made["own"]) == ("rollout-1", names)
+    assert (made["task"], made["own"]) == (1, names)
     kinds = ("start", "healthy", "ask")
     told = [(kind, name) for kind in kinds for name in names]
     share = ("checked", ("the files", "tokenizer of model"), 1, 2)

@@ -1,0 +1,104 @@
+"""The folders of the bus that one rollout task keeps: its own, and those whose task is no more.
+
+A prompt group is committed in its folder, whoever samples it. So whoever keeps the folder next,
+however many tasks there are then, finds there all that was done of its prompts.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Self
+
+from relax_hpc.bus import layout
+from relax_hpc.bus.credits import Owed
+from relax_hpc.bus.layout import Deals
+from relax_hpc.bus.producer import Producer
+from relax_hpc.paths import BusPaths
+from relax_hpc.schema import PromptGroup
+
+
+class Folders:
+    """The producers of one rollout task, each of a folder; to the task they are one.
+
+    Args:
+        deals: of the run.
+        producers: by number of their folder.
+    """
+
+    def __init__(self, deals: Deals, producers: Mapping[int, Producer]) -> None:
+        self.deals, self._producers = deals, producers
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls,
+        paths: BusPaths,
+        task: int,
+        provenance: Mapping[str, str | int],
+        *,
+        compress: Iterable[str] = (),
+        spares: int = 0,
+    ) -> Iterator[Self]:
+        """Opens the folders that are a task's; whoever had one open before is fenced.
+
+        Args:
+            paths: of the bus.
+            task: number of the rollout task.
+            provenance: as of `Producer`, like `compress` and `spares`.
+
+        Raises:
+            BusError: as `Producer`.
+        """
+        header = layout.open_bus(paths)
+        with ExitStack() as opened:
+            kept = {
+                number: opened.enter_context(
+                    Producer(paths, name, provenance, compress=compress, spares=spares)
+                )
+                for number, name in enumerate(header.producers)
+                if header.deals.task_of(number) == task
+            }
+            yield cls(header.deals, kept)
+
+    @property
+    def committed(self) -> set[int]:
+        """As of `Producer`, like all below, of all folders."""
+        return {guid for each in self._producers.values() for guid in each.committed}
+
+    @property
+    def partial(self) -> dict[int, PromptGroup]:
+        return {guid: group for p in self._producers.values() for guid, group in p.partial.items()}
+
+    @property
+    def partial_origin(self) -> dict[int, Mapping[str, object]]:
+        found = (each.partial_origin.items() for each in self._producers.values())
+        return {guid: origin for items in found for guid, origin in items}
+
+    @property
+    def num_damaged_tokens(self) -> int:
+        return sum(each.num_damaged_tokens for each in self._producers.values())
+
+    def lots(self, groups: Sequence[PromptGroup]) -> list[Sequence[PromptGroup]]:
+        """Divides groups into those of each folder: only they can be put as one shard."""
+        found = dict[int, list[PromptGroup]]()
+        for group in groups:
+            found.setdefault(self.deals.folder_of(group.guid), []).append(group)
+        return list(found.values())
+
+    def times_kept(self, guid: int) -> int:
+        return self._of(guid).times_kept(guid)
+
+    def put(self, groups: Sequence[PromptGroup]) -> int:
+        return self._of(groups[0].guid).put(groups)
+
+    def put_partial(self, groups: Sequence[PromptGroup]) -> int:
+        return self._of(groups[0].guid).put_partial(groups)
+
+    def owe_again(self, again: Iterable[Owed]) -> list[int]:
+        again = list(again)
+        return sorted(guid for each in self._producers.values() for guid in each.owe_again(again))
+
+    def collect(self, retired_guid_below: int) -> int:
+        return sum(each.collect(retired_guid_below) for each in self._producers.values())
+
+    def _of(self, guid: int) -> Producer:
+        return self._producers[self.deals.folder_of(guid)]
