@@ -5,8 +5,10 @@ import time
 
 import fake_slurm
 import pytest
+from bus_fixtures import produce
 
-from relax_hpc.errors import ConfigError
+from relax_hpc.bus import layout
+from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.job_file import read_resolved, validate
 from relax_hpc.launch import record, states
 from relax_hpc.paths import RunPaths
@@ -67,6 +69,12 @@ def test_what_stays_says_why(setting, why):
     assert why in str(error.value)
 
 
+def test_rollout_may_have_other_tasks():
+    config, [line], otherwise = changed(job(), ["engines.rollout.count=3"])
+    assert config.producers == ["rollout-0", "rollout-1", "rollout-2"] and otherwise
+    assert line == "engines.rollout.count: 1 -> 3"
+
+
 def test_more_engines_in_the_tasks_that_there_are_may_be():
     was = job()
     config, lines, _ = changed(
@@ -102,6 +110,24 @@ def test_a_layout_is_checked_before_anything_is_queued(slurm, monkeypatch):
     assert paths.config.read_bytes() == before and not paths.launch_claim(2).exists()
     assert resume.resume(slurm.run_dir, overrides=["actor.save_every=7"]).job_id == "9"
     assert len(looked) == 1
+
+
+def test_a_run_goes_on_with_other_rollout_tasks_and_back_if_nothing_was_started(slurm, monkeypatch):
+    paths = RunPaths(slurm.run_dir)
+    bus, before = paths.bus, paths.config.read_bytes()
+    monkeypatch.setattr(resume.preflight, "check", lambda *_, **__: None)
+    monkeypatch.setattr(resume, "check_resources", lambda *_: None)
+    monkeypatch.setattr(resume, "_check_begin", lambda *_: None)
+    layout.create(bus, ["rollout-0"], {})
+    produce(bus, "rollout-0", [0, 1])
+    slurm.leaves(1)
+    slurm.refuses("sbatch: error: too many")
+    with pytest.raises(LaunchError):
+        resume.resume(slurm.run_dir, overrides=["engines.rollout.count=3"])
+    assert paths.config.read_bytes() == before and layout.open_bus(bus).deals == ((0, 1), (2, 3))
+    (slurm.folder / "refusal").unlink()
+    assert resume.resume(slurm.run_dir).job_id == "9"
+    assert layout.open_bus(bus).deals == ((0, 1),)
 
 
 @pytest.fixture

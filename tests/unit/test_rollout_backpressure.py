@@ -8,6 +8,7 @@ from pathlib import Path
 
 import episode_fakes
 import numpy as np
+from bus_fixtures import group as prompt_group
 from episode_fakes import answer
 
 from relax_hpc import job_file
@@ -19,10 +20,11 @@ from relax_hpc.bus.log import RecordKind, read_log
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
-from relax_hpc.paths import BusPaths
+from relax_hpc.paths import BusPaths, RunPaths
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.roles.rollout.episodes import seed_of
+from relax_hpc.roles.rollout.folders import Folders
 from relax_hpc.schema import PromptGroup
 
 PROMPTS, SIBLINGS = 4, 2
@@ -152,6 +154,32 @@ def test_a_full_file_system_stops_new_samples_and_loses_none(tmp_path, monkeypat
     [line] = [line for line in caplog.messages if "no space" in line]
     assert line.startswith("shard (owner ") and "nothing is lost: make room" in line
     assert audit(paths).committed == PROMPTS * SIBLINGS
+
+
+def test_a_folder_for_which_there_was_no_room_is_tried_again_and_the_others_are_not(
+    tmp_path, monkeypatch
+):
+    paths = RunPaths(tmp_path).bus
+    layout.create(paths, ["rollout-0", "rollout-1"], {})
+    with Producer(paths, "rollout-1", {}) as producer:
+        producer.put([prompt_group(5)])
+    layout.deal(paths, ["rollout-0"])
+    with Folders.open(paths, 0, {}) as folders:
+        outbox, put = rollout.Outbox(folders, Events(), groups_per_shard=1), Producer.put
+
+        def full(self, groups):
+            if self.name == "rollout-1":
+                raise BusFullError(Path("shard"), OSError(errno.ENOSPC, "no space left"))
+            return put(self, groups)
+
+        outbox.add([prompt_group(0), prompt_group(1), prompt_group(3)])
+        with monkeypatch.context() as patched:
+            patched.setattr(Producer, "put", full)
+            outbox.send(rest=True)
+        assert outbox.guids == [1, 3] and folders.committed == {0, 5}
+        outbox._space = durable.Space()  # there is room again
+        outbox.send(rest=True)
+        assert outbox.guids == [] and folders.committed == {0, 1, 3, 5}
 
 
 def test_nothing_new_is_started_while_finished_groups_find_no_space(monkeypatch):

@@ -11,6 +11,7 @@ from relax_hpc.roles.rollout.heldout import Board, Due, Share
 from relax_hpc.telemetry import curve, events, history, logs, progress
 from relax_hpc.telemetry.events import FREQUENT, EventWriter, events_of_state, read_events
 from relax_hpc.telemetry.pace import PaceMeter, accounted
+from relax_hpc.telemetry.points import Point, Points
 from relax_hpc.telemetry.timers import Timers
 
 
@@ -152,6 +153,15 @@ def test_a_score_is_that_of_the_whole_set_or_there_is_none_yet():
 
 def test_an_evaluation_of_no_prompts_is_no_point():
     assert history.heldout([evaluation("before", 0, 1, 0.0, 0)]) == []
+
+
+def test_an_evaluation_that_other_tasks_began_is_of_those_who_completed_it():
+    half = evaluation("after", 9, 1, 8.0, 8, tasks=2)
+    whole = evaluation("after", 9, 0, 4.0, 16, tasks=1)
+    [after] = history.heldout([half, whole])
+    assert (after.reward, after.num_samples) == (0.25, 16)
+    points = [p for p in Points().take([half, whole, half]) if isinstance(p, Point)]
+    assert [(p.tag, p.step, p.value) for p in points] == [("eval/heldout/reward", 9, 0.25)]
 
 
 def timed(number, time, seconds, tokens=1, eta_s=1.0, pid=7):

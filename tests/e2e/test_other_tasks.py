@@ -1,0 +1,93 @@
+"""A run goes on with more and with fewer rollout tasks, and loses nothing that was begun."""
+
+from contextlib import suppress
+
+import psutil
+import pytest
+from e2e_runs import (
+    cli,
+    events_of,
+    every_prompt_once,
+    has_done,
+    hurry,
+    is_over,
+    planned,
+    status,
+    submit,
+    unhurried,
+    wait_for,
+    wait_until,
+)
+
+from relax_hpc.launch import record
+from relax_hpc.paths import RunPaths
+from relax_hpc.records import read_json
+
+pytestmark = pytest.mark.long
+
+STEPS, PROMPTS, SIBLINGS = 12, 8, 4
+
+
+def break_off(run_dir, tasks):
+    """Announces the end, as Slurm would, and kills everything once all is kept.
+
+    Returns the tokens of responses that were kept.
+    """
+    paths = RunPaths(run_dir)
+    attempt = events_of(run_dir, "rollout", "start")[-1]["attempt"]
+    before = len(events_of(run_dir, "rollout", "unfinished"))
+    paths.ending(attempt).write_text("{}")
+    saves = [paths.saves(attempt), *(paths.keeps(attempt, rank) for rank in range(tasks))]
+    wait_for(lambda: all((read_json(path) or {}).get("step") is not None for path in saves), 60)
+    controller = psutil.Process(record.read(run_dir).controller.pid)
+    for process in [controller, *controller.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    wait_until_dead = lambda: status(run_dir)["state"] not in ("RUNNING", "COMPLETING")  # noqa: E731
+    wait_for(wait_until_dead, 60)
+    kept = events_of(run_dir, "rollout", "unfinished")[before:]
+    return sum(event["num_tokens"] for event in kept)
+
+
+def go_on(run_dir, tasks):
+    cli("resume", run_dir, "--local", "--set", f"engines.rollout.count={tasks}")
+
+
+def test_two_tasks_then_one_then_three_train_on_every_prompt_once_and_keep_what_was_begun(
+    tiny, tmp_path
+):
+    settings = {
+        "run_root": tmp_path, "reward.name": unhurried(tmp_path, 1.0),
+        "engines.rollout.count": 2, "engines.rollout.max_running_requests": 64,
+        "schedule.num_steps": STEPS, "schedule.prompts_per_step": PROMPTS,
+        "rollout.samples_per_prompt": SIBLINGS, "rollout.groups_per_shard": 2,
+        "actor.save_every": 1000, "eval.heldout.every": 0, "eval.heldout.num_prompts": 8,
+    }  # fmt: skip
+    run_dir = submit("demo", tiny, local=True, **settings).run_dir
+    try:
+        wait_until(run_dir, has_done(2), 120)
+        kept = [break_off(run_dir, 2)]
+        go_on(run_dir, 1)
+        wait_until(run_dir, has_done(5), 120)
+        kept.append(break_off(run_dir, 1))
+        go_on(run_dir, 3)
+        wait_until(run_dir, has_done(7), 120)
+        hurry(tmp_path)
+        now = wait_until(run_dir, is_over, 120)
+        assert now["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
+        assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+        assert [e["step"] for e in events_of(run_dir, "actor", "step")] == [*range(1, STEPS + 1)]
+        counts = now["progress"]["trajectories"]
+        assert counts["committed"] == counts["trained"] == STEPS * PROMPTS * SIBLINGS
+        assert counts["trained_twice"] == 0
+        starts = {e["attempt"] for e in events_of(run_dir, "rollout", "start")}
+        continued = {attempt: 0 for attempt in sorted(starts)}
+        for event in events_of(run_dir, "rollout", "continued"):
+            assert event["num_dropped"] == event["num_damaged"] == 0
+        gone_on = [e["num_tokens"] for e in events_of(run_dir, "rollout", "continued")]
+        assert len(continued) == 3 and all(kept) and sum(gone_on) == sum(kept), (kept, gone_on)
+        assert now["progress"]["redone"]["tokens_sampled_again"] == 0
+        scored = [e for e in events_of(run_dir, "rollout", "eval") if e["when"] == "after"]
+        assert sorted((e["rank"], e["tasks"]) for e in scored) == [(0, 3), (1, 3), (2, 3)]
+    finally:
+        cli("cancel", run_dir)
