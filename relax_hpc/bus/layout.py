@@ -52,12 +52,16 @@ class Deals(tuple[Deal, ...]):
         """Prompt groups in the folders of a task, rising from `start` on and without end."""
         for deal, following in zip(self, (*self[1:], None), strict=True):
             first = max(start, deal.first)
-            runs = [
-                range(first + (folder - first) % deal.size, following.first, deal.size)
-                if following
-                else itertools.count(first + (folder - first) % deal.size, deal.size)
+            begins = (
+                first + (folder - first) % deal.size
                 for folder in range(task, deal.size, self.num_tasks)
-            ]
+            )
+            runs = (
+                range(begin, following.first, deal.size)
+                if following
+                else itertools.count(begin, deal.size)
+                for begin in begins
+            )
             yield from heapq.merge(*runs)
 
 

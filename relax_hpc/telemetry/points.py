@@ -39,8 +39,7 @@ class Points:
         """The newest one, or the one that was resumed from since."""
         self._drawn = defaultdict[str, set[int]](set)
         self._shares = defaultdict[tuple[str, str, int, int], dict[int, Event]](dict)
-        """Of each evaluation, and each number of tasks: a score is said once all have told theirs.
-        """
+        """Shares by evaluation and number of tasks: a score is said once all have told theirs."""
         self._lasting: list[Point] = []
         """Points that no trainer makes again: scores, and what the critic learned of a step."""
         self._critic_step = 0

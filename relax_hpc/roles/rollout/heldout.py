@@ -127,7 +127,7 @@ class Begun(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """What tasks said of their shares when there were more or fewer of them."""
+    """Evaluations of a set by as many tasks as there were, when they were more or fewer."""
 
     done: set[Due]
     """The evaluations that all of them had scored."""

@@ -77,7 +77,7 @@ class Task(NamedTuple):
     rank: int
     size: int
     deals: Deals = Deals()
-    """Of the run; none where there always were so many tasks."""
+    """All deals of the run; none where there always were so many tasks."""
 
     def guids(self, *, start: int) -> Iterator[int]:
         """All prompt ordinals of this task from `start` on, rising and without end."""

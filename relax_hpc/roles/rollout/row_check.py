@@ -98,7 +98,7 @@ def settle(config: RunConfig, paths: RunPaths, sources: Sources, share: Share) -
 def _settled_before(
     config: RunConfig, paths: RunPaths, sources: Sources, share: Share
 ) -> list[Mapping[str, Examined]]:
-    """What all tasks found when there were more or fewer; nothing if there were not.
+    """Reads what all tasks found when there were more or fewer; nothing if there were not.
 
     A row that is mended since stays left out: the order was drawn without it.
     """
