@@ -178,6 +178,11 @@ class RunPaths:
         return self.control / "prompts" / f"{rank}.json"
 
     @property
+    def broken_media(self) -> Path:
+        """Rows of data that are left out for their media, as was decided at submission."""
+        return self.control / "prompts" / "broken-media.json"
+
+    @property
     def left_out(self) -> Path:
         """Rows of data that the run leaves out, each with the reason."""
         return self.root / "left_out.jsonl"

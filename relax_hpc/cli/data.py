@@ -7,6 +7,7 @@ import typer
 
 from relax_hpc import job_file
 from relax_hpc.cli.arguments import AsJson, Job, Overrides
+from relax_hpc.cli.rows_shown import RowsShown
 from relax_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,25 +58,29 @@ def decode_media(config: "JobConfig", say: Callable[[str], None]) -> None:
     Raises:
         ConfigError: some cannot be used, and the job does not skip such rows.
     """
-    from rich.console import Console
-    from rich.progress import Progress
+    import os
 
     from relax_hpc.config.run import RunConfig
-    from relax_hpc.roles.rollout import decode_check
+    from relax_hpc.media.recipe import read_recipe
+    from relax_hpc.roles.rollout import decode_check, prompt_check
 
     if not isinstance(config, RunConfig):
         raise ConfigError("--decode: a job with [sft] has no prompts with media; leave it out")
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("rows", total=None)
-        found = decode_check.decode(
-            config, lambda done, total: progress.update(task, completed=done, total=total)
+    recipe = read_recipe(config.model.path, config.prompts.media)
+    if recipe is None:
+        raise ConfigError(
+            f"--decode: the model in {config.model.path} reads text only; leave it out, or use a "
+            "model that takes media"
         )
-    count, shown = len(found.refused), found.refused[:_MOST_SHOWN]
+    files = prompt_check.open_files(config).by_key
+    workers = config.prompts.media.workers or len(os.sched_getaffinity(0))
+    with RowsShown() as shown:
+        found = decode_check.decode(files, recipe, workers, shown)
+    count, first = len(found.refused), [each.reason for each in found.refused[:_MOST_SHOWN]]
     if count:
-        rest = [f"and {count - len(shown):,} more"] if count > len(shown) else []
+        rest = [f"and {count - len(first):,} more"] if count > len(first) else []
         said = f"{count:,} of {found.num_media:,} media cannot be used"
-        lines = "\n".join([said, *shown, *rest])
+        lines = "\n".join([said, *first, *rest])
         if config.prompts.media.broken == "error":
             raise ConfigError(f'{lines}\nreplace them, or set prompts.media.broken = "skip"')
         say(f"{lines}\ntheir rows are left out")

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from relax_hpc.cli.arguments import AsJson, find_run
+from relax_hpc.cli.rows_shown import RowsShown
 from relax_hpc.errors import ConfigError
 
 evaluation = typer.Typer()
@@ -103,7 +104,8 @@ def _score(
             f"{subject}: is no run (run.json, there or under runs/) and no model (config.json)"
         )
     asked = Asked(model, job, _files(sets), settings, keys, name)
-    return evaluate(asked, ks, say=lambda line: typer.echo(line, err=True))
+    with RowsShown() as shown:
+        return evaluate(asked, ks, say=lambda line: typer.echo(line, err=True), advance=shown)
 
 
 def _files(sets: list[str]) -> dict[str, str]:

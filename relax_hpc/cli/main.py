@@ -38,6 +38,7 @@ from relax_hpc.cli.explain import explained_job
 from relax_hpc.cli.init import beginning
 from relax_hpc.cli.keys import explained, keys
 from relax_hpc.cli.models import models
+from relax_hpc.cli.rows_shown import RowsShown
 from relax_hpc.cli.runs import runs
 from relax_hpc.cli.scale import scale
 from relax_hpc.cli.slurm_options import Account, Partition, SlurmOptions, Time
@@ -189,7 +190,8 @@ def submit(
     if depend is not None:
         overrides = [*overrides, *_dependency(depend, local=local)]
     config = asked.of(load_job(job, overrides, profile))
-    submission = submit_job(config, local=local, dry_run=dry_run, say=_remark)
+    with RowsShown() as shown:
+        submission = submit_job(config, local=local, dry_run=dry_run, say=_remark, advance=shown)
     if dry_run:
         typer.echo(submission.script)
         return
@@ -216,9 +218,15 @@ def resume(
     """
     from relax_hpc.runs.resume import resume as resume_job
 
-    resumed = resume_job(
-        run_dir_of(run), overrides=overrides, local=local, ended=ended, say=_remark
-    )
+    with RowsShown() as shown:
+        resumed = resume_job(
+            run_dir_of(run),
+            overrides=overrides,
+            local=local,
+            ended=ended,
+            say=_remark,
+            advance=shown,
+        )
     _announce(resumed, local=local, follow=follow)
 
 

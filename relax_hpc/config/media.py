@@ -39,16 +39,16 @@ class MediaConfig(Section):
     """Longest sound, in seconds; a longer one cannot be used."""
     broken: Literal["error", "skip"] = "error"
     """Fate of a row with a medium that cannot be used. error: the job is refused, or ends where the
-    medium is decoded. skip: all media are decoded before anything is sampled, and the row is left
-    out from the start, and listed in left_out.jsonl."""
+    medium is decoded. skip: all media are decoded when the job is submitted, and the row is left
+    out from the start, and listed in left_out.jsonl. One that breaks later ends the job."""
     store: Store = "source"
     """Form in which the bus keeps media. source: the bytes of their files, which the trainer
     decodes again and compares. canonical: the pixels or the spectrum themselves, about ten times
     the bytes of a photo, for nodes whose decoders differ. smaller: of each whichever is smaller,
     for videos of which few pixels are shown: decoding 10 s of 720p takes 0.4 s of a core."""
     workers: Positive | None = None
-    """Processes of a rollout task that read and decode media. If it is not set, one for each core,
-    and 8 at most."""
+    """Processes of a rollout task, and of `submit`, that read and decode media. If it is not set,
+    one for each core, and 8 at most."""
     folder: UserPath | None = None
     """Folder that paths of media count from, and may not leave, by links neither. If it is not set,
     they count from the folder of the data file."""

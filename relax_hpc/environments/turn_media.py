@@ -8,7 +8,7 @@ from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.media.expand import Span
 from relax_hpc.media.spool import View
 from relax_hpc.media.workers import MediaWorkers
-from relax_hpc.prompts.media_tokens import MediaTokens
+from relax_hpc.prompts.media_tokens import MediaTokens, check_taken
 from relax_hpc.prompts.parts import added_by
 from relax_hpc.prompts.template import Message
 from relax_hpc.schema import Medium
@@ -70,7 +70,7 @@ class TurnMedia:
         """
         self._tokens.check_text(f"{where}, a message of the environment", messages)
         sources = added_by(where, messages, self._settings)
-        self._tokens.check_taken(sources)
+        check_taken(sources, self._tokens.recipe)
         media = await self._tokens.headers(sources)
         found = self._tokens.expand(where, text, media)
         if not media:

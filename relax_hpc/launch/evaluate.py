@@ -15,7 +15,8 @@ from relax_hpc.evaluation.counting import check_k
 from relax_hpc.launch.submit import make_run_dir, resolve
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
-from relax_hpc.roles.rollout import alone
+from relax_hpc.roles.rollout import alone, broken_media
+from relax_hpc.roles.rollout.decode_check import Advance
 from relax_hpc.roles.task import allow_open_files
 from relax_hpc.sections import INT32
 from relax_hpc.telemetry import logs
@@ -102,7 +103,11 @@ def _here(name: str, pool: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluate(
-    asked: Asked, ks: Sequence[int] = (), *, say: Callable[[str], None] = lambda _: None
+    asked: Asked,
+    ks: Sequence[int] = (),
+    *,
+    say: Callable[[str], None] = lambda _: None,
+    advance: Advance = lambda *_: None,
 ) -> Path:
     """Scores every set once, with engines of its own that end with it.
 
@@ -112,6 +117,7 @@ def evaluate(
         asked: what and how.
         ks: that are to be told of.
         say: is told where the samples are kept, and what is left out.
+        advance: is told how many rows' media were decoded, where the job asks for that.
 
     Returns:
         The run directory.
@@ -132,6 +138,8 @@ def evaluate(
     with permissions.masked(permissions.UMASKS[config.launch.share]):
         _open(config, paths)
         say(f"run directory: {paths.root}; if interrupted, --name {config.name} goes on there")
+        files = {key: each.records for key, each in sources.by_key.items()}
+        broken_media.decide_if_undecided(config, paths, say=say, advance=advance, files=files)
         kernel_cache.keep(os.environ, config.launch.kernel_cache)
         logs.setup("rollout", 0, paths.log("rollout", "0"))
         attempt = f"{time.time():.0f}.{os.getpid()}"

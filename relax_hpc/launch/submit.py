@@ -30,6 +30,8 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import order
 from relax_hpc.records import write_json
 from relax_hpc.roles import table
+from relax_hpc.roles.rollout import broken_media
+from relax_hpc.roles.rollout.decode_check import Advance
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.sections import Resources, Section
 from relax_hpc.user_files import absolute_data
@@ -75,6 +77,7 @@ def submit(
     local: bool = False,
     dry_run: bool = False,
     say: Callable[[str], None] = lambda _: None,
+    advance: Advance = lambda *_: None,
 ) -> Submission:
     """Checks a run, makes its directory and starts it: through Slurm, or here without one.
 
@@ -83,6 +86,7 @@ def submit(
         local: run here even though there is a Slurm.
         dry_run: check and write the script, but create and start nothing.
         say: is told what is left to be checked when the job starts.
+        advance: is told how many rows' media were decoded, where the job asks for that.
 
     Raises:
         ConfigError: the run cannot work; nothing was created.
@@ -95,11 +99,14 @@ def submit(
     planned = plan(mode, config, components, 1)
     if dry_run:
         return planned
+    broken = broken_media.decide(config, say=say, advance=advance)
     paths = RunPaths(config.run_dir)
     parents = [parent for parent in paths.root.parents if not parent.exists()]
     try:
         make_run_dir(config, paths)
         with permissions.masked(permissions.UMASKS[config.launch.share]):
+            if broken:
+                broken.keep(paths)
             return start(planned, config, paths)
     except _NameInUseError:
         raise

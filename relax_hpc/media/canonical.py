@@ -92,6 +92,21 @@ def canonical(medium: Measured, recipe: Recipe) -> Canonical:
     return Canonical(extent, array)
 
 
+def try_out(medium: Measured, recipe: Recipe) -> None:
+    """Decodes a medium as far as it may fail: an image is not resized, which takes longest.
+
+    Raises:
+        ConfigError: as `canonical`.
+    """
+    if medium.extent.modality != "image":
+        canonical(medium, recipe)
+        return
+    try:
+        images.decoded(medium.source)
+    except ImportError as error:
+        raise _missing(error) from None
+
+
 def digest_of(array: Array) -> bytes:
     """Returns the identity of a canonical array; see `Canonical.digest`."""
     import xxhash

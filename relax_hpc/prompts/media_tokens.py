@@ -55,6 +55,17 @@ def refuse(where: str, media: Sequence[Source]) -> None:
         )
 
 
+def check_taken(media: Sequence[Source], recipe: Recipe) -> None:
+    """Refuses media that a model cannot take; raises ConfigError."""
+    family = recipe.family
+    for source in media:
+        if source.modality not in family.placeholders:
+            raise source.refused(
+                f"is {source.modality}, which {family.name} does not take; it takes "
+                f"{', '.join(family.placeholders)}: use another model, or remove the line"
+            )
+
+
 class MediaTokens:
     """The way in which a model's prompts with media become tokens."""
 
@@ -99,7 +110,7 @@ class MediaTokens:
                 "none; give them, "
                 'or write the content in parts, {"type": "text", ...}, where it is text'
             )
-        self.check_taken(record.media)
+        check_taken(record.media, self.recipe)
 
     def check_text(self, where: str, messages: Sequence[Message]) -> None:
         """Refuses text that would be taken for media; raises ConfigError."""
@@ -109,16 +120,6 @@ class MediaTokens:
                 raise ConfigError(
                     f"{where}: the text holds {token}, which stands for a medium; write <image>, "
                     "<video> or <audio> and give the medium, or remove it"
-                )
-
-    def check_taken(self, media: Sequence[Source]) -> None:
-        """Refuses media that the model cannot take; raises ConfigError."""
-        for source in media:
-            if source.modality not in self.recipe.family.placeholders:
-                takes = ", ".join(self.recipe.family.placeholders)
-                raise source.refused(
-                    f"is {source.modality}, which {self.recipe.family.name} does not take; it "
-                    f"takes {takes}: use another model, or remove the line"
                 )
 
     def headers(self, media: Sequence[Source]) -> Headers:

@@ -64,7 +64,7 @@ class Records:
             for name, each in sources.items()
         ]
         self.graded_by = graded_by
-        self._skips = settings.bad_rows == "skip"
+        self._leaves_out = settings.leaves_out
         self._names = list(sources)
         self.files = [path for each in sources.values() for path in paths_of(*each.path)]
         """Files that are read."""
@@ -165,7 +165,7 @@ class Records:
             try:
                 size = self[index].size
             except ConfigError as error:
-                if self._skips:
+                if self._leaves_out(error):
                     self._bad[index] = error
                 elif isinstance(error, MediumError):
                     raise

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from relax_hpc.config.prompts import PromptsConfig
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, MediumError
 from relax_hpc.media.canonical import Measured
 from relax_hpc.media.expand import Span
 from relax_hpc.media.spool import View
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _AHEAD = 64
 """Rows whose media are read at once where all are looked at."""
+_BROKEN_SINCE = "it could be used when the run was submitted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +193,13 @@ class PromptSource:
                 failed = failed or error
         raise ConfigError(f"no row can be used; the first: {failed}")
 
-    def examine(self, indices: Iterable[int]) -> Examined:
+    def examine(self, indices: Iterable[int], *, is_decoded: bool = False) -> Examined:
         """Tokenizes the prompts on these lines, and remembers none.
+
+        Args:
+            indices: of the lines.
+            is_decoded: all their media could be decoded before: one that cannot be used now is not
+                skipped.
 
         Raises:
             ConfigError: one is too long, or the chat template fails on it, and it may not be
@@ -209,6 +215,8 @@ class PromptSource:
                     tokenized = self._tokenize(index, record, headers.result())
                     longest = max(longest, len(tokenized.token_ids))
                 except ConfigError as error:
+                    if is_decoded and isinstance(error, MediumError):
+                        raise MediumError(f"{error} ({_BROKEN_SINCE})") from None
                     if not self._settings.leaves_out(error):
                         raise
                     bad.append((index, str(error)))

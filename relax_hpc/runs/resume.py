@@ -15,6 +15,8 @@ from relax_hpc.launch.placement import Component, place, sides
 from relax_hpc.launch.slurm import MaybeQueuedError
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
+from relax_hpc.roles.rollout import broken_media
+from relax_hpc.roles.rollout.decode_check import Advance
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.runs import status
 from relax_hpc.runs.changes import Changed, another_run, changed
@@ -30,6 +32,7 @@ def resume(
     local: bool = False,
     ended: bool = False,
     say: Callable[[str], None] = lambda _: None,
+    advance: Advance = lambda *_: None,
 ) -> submit.Submission:
     """Starts a run again that ended: cancelled, out of time, given up, or to be given more steps.
 
@@ -42,6 +45,7 @@ def resume(
         local: run here even though there is a Slurm.
         ended: the caller knows that a job has ended of which Slurm says nothing.
         say: is told what is changed, and which programs the run keeps though theirs have changed.
+        advance: see `submit`; media are decoded where no submission of this run did.
 
     Raises:
         ConfigError: not a run directory, complete and given no more steps, without a checkpoint or
@@ -73,6 +77,8 @@ def resume(
             say=say,
         )
     _compare_programs(paths.programs, say)
+    with permissions.masked(permissions.UMASKS[config.launch.share]):
+        broken_media.decide_if_undecided(config, paths, say=say, advance=advance)
     number = record.claim(paths, newest.number + 1, sure=ended)
     planned = submit.plan(mode, config, components, number)
     try:

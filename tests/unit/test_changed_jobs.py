@@ -130,6 +130,21 @@ def test_a_run_goes_on_with_other_rollout_tasks_and_back_if_nothing_was_started(
     assert layout.open_bus(bus).deals == ((0, 1),)
 
 
+def test_media_are_decided_on_before_anything_is_queued(slurm, monkeypatch):
+    slurm.leaves(1)
+    paths, asked = RunPaths(slurm.run_dir), []
+
+    def decide(config, of, **_):
+        asked.append(of)
+        raise ConfigError("no row can be used")
+
+    monkeypatch.setattr(resume.broken_media, "decide_if_undecided", decide)
+    monkeypatch.setattr(resume, "check_resources", lambda *_: None)
+    with pytest.raises(ConfigError, match="no row can be used"):
+        resume.resume(slurm.run_dir)
+    assert asked == [paths] and not paths.launch_claim(2).exists()
+
+
 @pytest.fixture
 def thrice(tmp_path, monkeypatch):
     """A run of job 5, of 6 with another layout, of 7 as that, and of one to come with more

@@ -143,7 +143,9 @@ def test_what_was_found_of_rows_is_not_used_for_other_names(two_layouts, monkeyp
     row_check.settle(config, paths, sources_of(config), alone)
     looked = []
     examine = row_check.examine
-    monkeypatch.setattr(row_check, "examine", lambda *args: looked.append(1) or examine(*args))
+    monkeypatch.setattr(
+        row_check, "examine", lambda *args, **more: looked.append(1) or examine(*args, **more)
+    )
     row_check.settle(config, paths, sources_of(config), alone)
     assert looked == []
     row_check.settle(other, paths, sources_of(other), alone)

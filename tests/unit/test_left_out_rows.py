@@ -139,7 +139,7 @@ def test_what_was_found_is_not_used_for_other_data_templates_or_settings(data, m
     settled(config, data, 1)
     looked = []
 
-    def examine(source, rows):
+    def examine(source, rows, **_):
         looked.append(list(rows))
         raise KeyboardInterrupt
 

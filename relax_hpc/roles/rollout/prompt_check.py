@@ -42,6 +42,11 @@ class Files(NamedTuple):
     heldout: dict[str, Records]
     """Records by the name of the set, as `eval` is."""
 
+    @property
+    def by_key(self) -> dict[str, Records]:
+        """All of them, by the key that names the file."""
+        return {TRAIN: self.train} | heldout_by_key(self.heldout)
+
 
 class Sources(NamedTuple):
     """The prompts of a run."""
@@ -90,8 +95,7 @@ def read(config: RunConfig) -> Files:
         ConfigError: one is no prompt, or has an answer that the reward can never match.
     """
     files = open_files(config)
-    read_rows({TRAIN: files.train})
-    read_rows(heldout_by_key(files.heldout))
+    read_rows(files.by_key)
     return files
 
 
@@ -288,12 +292,15 @@ def _check_columns(job: Columns, records: Records, rows: Sequence[int], *, is_tr
             )
 
 
-def examine(sources: Sources, rows: Mapping[str, Sequence[int]]) -> dict[str, Examined]:
+def examine(
+    sources: Sources, rows: Mapping[str, Sequence[int]], *, is_decoded: bool = False
+) -> dict[str, Examined]:
     """Tokenizes rows of every file.
 
     Args:
         sources: the prompts.
         rows: by the key that names the file.
+        is_decoded: see `PromptSource.examine`.
 
     Returns:
         What was found, by key.
@@ -304,7 +311,7 @@ def examine(sources: Sources, rows: Mapping[str, Sequence[int]]) -> dict[str, Ex
     found = {}
     for key, source in sources.by_key.items():
         try:
-            found[key] = source.examine(rows[key])
+            found[key] = source.examine(rows[key], is_decoded=is_decoded)
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}") from None
     return found

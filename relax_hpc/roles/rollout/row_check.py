@@ -1,4 +1,5 @@
-"""Looks at all prompts when the job starts, and decides once which of them are left out.
+"""Looks at all prompts when the job starts, and decides once which of them are left out, beside
+those with broken media, on which the submission has decided.
 
 Each rollout task looks at a share of the rows and leaves what it found in a file; together the
 files say for all producers which rows there are. They are kept: whoever starts again reads them,
@@ -20,8 +21,8 @@ from relax_hpc.media import recipe
 from relax_hpc.paths import BusPaths, RunPaths
 from relax_hpc.prompts import order, tokenizer
 from relax_hpc.prompts.source import Examined
-from relax_hpc.records import read_bytes, read_json, write_json, write_text
-from relax_hpc.roles.rollout import decode_check
+from relax_hpc.records import read_bytes, read_json, write_json
+from relax_hpc.roles.rollout import broken_media
 from relax_hpc.roles.rollout.prompt_check import Sources, check_lengths, examine
 from relax_hpc.storage import patiently
 
@@ -76,19 +77,22 @@ def settle(config: RunConfig, paths: RunPaths, sources: Sources, share: Share) -
     key = _key(config, sources, share.size)
     num_rows = {name: source.num_rows for name, source in sources.by_key.items()}
     _check_num_rows(paths, share, num_rows)
+    broken = broken_media.decided_for(config, paths, num_rows)
     settled = _settled_before(config, paths, sources, share)
     own = settled[0] if settled else _read(paths, share.number, key)
     if own is None:
-        rows = {name: share.rows(count) for name, count in num_rows.items()}
-        own = examine(sources, rows)
-        if config.prompts.media.broken == "skip":
-            own = decode_check.decoded(sources.by_key, rows, own)
+        rows = {
+            name: [row for row in share.rows(count) if row not in broken[name]]
+            for name, count in num_rows.items()
+        }
+        own = examine(sources, rows, is_decoded=config.prompts.media.broken == "skip")
         record = {"key": key, "tasks": share.size, "num_rows": num_rows, "found": own}
         write_json(paths.prompt_rows(share.number), record)
     found = [own]
-    if config.prompts.may_leave_out:
+    if config.prompts.bad_rows == "skip":
         found = settled or _of_all(config, paths, share, key, own)
-        _leave_out(paths, sources, found, is_first=share.number == 0)
+    if config.prompts.may_leave_out:
+        _leave_out(paths, sources, found, broken, is_first=share.number == 0)
     longest = {
         name: max(each[name].longest for each in found if name in each) for name in sources.by_key
     }
@@ -103,7 +107,7 @@ def _settled_before(
     A row that is mended since stays left out: the order was drawn without it.
     """
     size = int((read_json(paths.prompt_rows(0)) or {}).get("tasks", share.size))
-    if size == share.size or not config.prompts.may_leave_out:
+    if size == share.size or config.prompts.bad_rows != "skip":
         return []
     key = _key(config, sources, size)
     found = [_read(paths, number, key) for number in range(size)]
@@ -144,23 +148,28 @@ def _of_all(
 
 
 def _leave_out(
-    paths: RunPaths, sources: Sources, found: Sequence[Mapping[str, Examined]], *, is_first: bool
+    paths: RunPaths,
+    sources: Sources,
+    found: Sequence[Mapping[str, Examined]],
+    broken: Mapping[str, Mapping[int, str]],
+    *,
+    is_first: bool,
 ) -> None:
-    listed = []
+    left_out = dict[str, dict[int, str]]()
     for name, source in sources.by_key.items():
-        bad = [each for part in found for each in part[name].bad]
+        bad = dict(each for part in found for each in part[name].bad) | dict(broken[name])
         try:
-            source.leave_out(dict(bad))
+            source.leave_out(bad)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
-        listed += [{"set": name, "row": row, "reason": reason} for row, reason in bad]
+        left_out[name] = bad
         if bad and is_first:
             log.warning(
                 "%s: %d of %d rows are left out, listed in %s; the first: %s",
-                name, len(bad), source.num_rows, paths.left_out, bad[0][1],
+                name, len(bad), source.num_rows, paths.left_out, bad[min(bad)],
             )  # fmt: skip
     if is_first:
-        write_text(paths.left_out, "".join(f"{json.dumps(each)}\n" for each in listed))
+        broken_media.list_left_out(paths, left_out)
 
 
 def _read(paths: RunPaths, number: int, key: str) -> Mapping[str, Examined] | None:

@@ -1,7 +1,6 @@
-"""`relax-hpc check --decode` finds what headers do not tell."""
+"""`relax-hpc check --decode` finds what headers do not tell, and `submit` leaves it out."""
 
 import json
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,12 +11,14 @@ from media_files import model_folder, photo, recipe_of, source, tokenizer
 from typer.testing import CliRunner
 
 from relax_hpc import job_file
+from relax_hpc.cli import rows_shown
 from relax_hpc.cli.main import app
 from relax_hpc.errors import ConfigError
+from relax_hpc.launch import evaluate, submit
 from relax_hpc.media.canonical import measured
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.records import Records
-from relax_hpc.roles.rollout import decode_check, prompt_check, row_check
+from relax_hpc.roles.rollout import broken_media, decode_check, prompt_check, row_check
 
 TEMPLATE = (
     "{%- for m in messages %}{{- m.role }}{%- if m.content is string %}{{- m.content }}"
@@ -119,47 +120,179 @@ def test_all_are_counted_where_each_can_be_used(check, tmp_path):
     assert "decoded 5 media: each can be used" in check()
 
 
-def test_rows_are_left_out_by_decoding_once_for_all_tasks(check, tmp_path, monkeypatch):
-    """The header of the third photo is whole; row 0 names a file that is not there."""
-    rows = (tmp_path / "train.jsonl").read_text().replace('"0.jpg"', '"gone.jpg"')
+@pytest.fixture
+def skipping(check, tmp_path, monkeypatch):
+    """The same job, which skips broken media: row 0 names a URL, the header of row 2 is whole."""
+    rows = (tmp_path / "train.jsonl").read_text().replace('"0.jpg"', '"https://x.org/0.jpg"')
     (tmp_path / "train.jsonl").write_text(rows)
     settings = check.settings | {
         "prompts.media.broken": "skip",
         "prompts.media.workers": 1,
         "engines.rollout.kind": "sglang",
+        "run_root": tmp_path / "runs",
     }
-    config = job_file.load(JOB, [f"{key}={value}" for key, value in settings.items()])
     shape = SimpleNamespace(max_positions=4096)
     monkeypatch.setattr(prompt_check, "read_architecture", lambda _: shape)
-    tokens, paths = tokenizer(), RunPaths(tmp_path / "run")
+    config = job_file.load(JOB, [f"{key}={value}" for key, value in settings.items()])
+    return SimpleNamespace(config=config, paths=RunPaths(tmp_path / "run"))
+
+
+def decided(skipping, *, say=lambda _: None, advance=lambda *_: None):
+    skipping.paths.control.mkdir(parents=True, exist_ok=True)
+    broken_media.decide_if_undecided(skipping.config, skipping.paths, say=say, advance=advance)
+
+
+def settled(skipping, number=0, size=1):
+    """The training prompts of a task once it has looked at its rows."""
+    tokens = tokenizer()
     tokens.chat_template = TEMPLATE
-    every = []
+    files = prompt_check.open_files(skipping.config)
+    sources = prompt_check.sources_of(skipping.config, files, tokens)
+    row_check.settle(skipping.config, skipping.paths, sources, row_check.Share(number, size))
+    return sources.train
 
-    def settle(number):
-        sources = prompt_check.sources_of(config, prompt_check.open_files(config), tokens)
-        every.append(sources.train)
-        row_check.settle(config, paths, sources, row_check.Share(number, 2))
 
-    tasks = [threading.Thread(target=settle, args=[number]) for number in range(2)]
-    for task in tasks:
-        task.start()
-    for task in tasks:
-        task.join()
-    assert [sorted(source[n].index for n in range(2)) for source in every] == [[1, 3], [1, 3]]
-    listed = [json.loads(line) for line in paths.left_out.read_text().splitlines()]
-    assert [(each["set"], each["row"]) for each in listed] == [
+def listed(paths):
+    return [json.loads(line) for line in paths.left_out.read_text().splitlines()]
+
+
+def test_rows_are_left_out_as_submission_decided_by_all_tasks_at_all_starts(
+    skipping, tmp_path, monkeypatch
+):
+    said, seen = [], []
+    decided(skipping, say=said.append, advance=lambda *given: seen.append(given))
+    assert "the media of 5 rows are decoded before anything is started" in said[0]
+    assert said[1].startswith("prompts.train: 2 of 4 rows are left out; the first: ")
+    assert said[2].startswith("decoded 5 media in ")
+    assert (seen[0], seen[-1]) == ((0, 5), (5, 5)) and seen == sorted(seen)
+    before = listed(skipping.paths)
+    assert [(each["set"], each["row"]) for each in before] == [
         ("prompts.train", 0),
         ("prompts.train", 2),
     ]
-    assert "line 1: image 1: " in listed[0]["reason"] and "gone.jpg" in listed[0]["reason"]
-    assert "line 3: image 1 (2.jpg): is JPEG that cannot be decoded" in listed[1]["reason"]
-    monkeypatch.delattr(decode_check, "decoded")  # who starts again does not look
-    settle(0)
-    (tmp_path / "model" / "preprocessor_config.json").write_text(
-        (tmp_path / "model" / "preprocessor_config.json").read_text().replace("65536", "65537")
+    assert "line 1: image 1: is 'https://x.org/0.jpg'; a job" in before[0]["reason"]
+    assert "line 3: image 1 (2.jpg): is JPEG that cannot be decoded" in before[1]["reason"]
+    monkeypatch.setattr(decode_check, "decode", None)  # nobody decodes again
+    (tmp_path / "2.jpg").write_bytes(photo(64, 96, "JPEG"))  # and nobody decides again
+    for number in range(2):
+        source = settled(skipping, number, 2)
+        assert sorted(source[n].index for n in range(2)) == [1, 3]
+    decided(skipping)
+    assert listed(skipping.paths) == before
+
+
+def test_a_medium_that_breaks_after_submission_ends_the_task_by_name(skipping, tmp_path):
+    decided(skipping)
+    (tmp_path / "3.jpg").unlink()
+    with pytest.raises(ConfigError) as caught:
+        settled(skipping)
+    assert "train.jsonl, line 4: image 1: " in str(caught.value)
+    assert "3.jpg: no such file" in str(caught.value)
+    assert "(it could be used when the run was submitted)" in str(caught.value)
+
+
+def test_another_preprocessor_is_looked_at_again_and_another_number_of_rows_refused(
+    skipping, tmp_path, monkeypatch
+):
+    decided(skipping)
+    settled(skipping)
+    monkeypatch.delattr(prompt_check.PromptSource, "examine")
+    settled(skipping)
+    file = tmp_path / "model" / "preprocessor_config.json"
+    file.write_text(file.read_text().replace("65536", "65537"))
+    with pytest.raises(AttributeError):
+        settled(skipping)
+    with (tmp_path / "train.jsonl").open("a") as rows:
+        rows.write(json.dumps({"prompt": "?", "answer": "1"}) + "\n")
+    (skipping.paths.prompt_rows(0)).unlink()
+    with pytest.raises(ConfigError, match="has 5 rows, the run was submitted with 4; restore the"):
+        settled(skipping)
+
+
+def test_without_a_decision_a_task_looks_at_nothing(skipping):
+    with pytest.raises(ConfigError, match=r"broken-media\.json: does not say which rows prompt"):
+        settled(skipping)
+
+
+def test_data_of_nothing_but_broken_media_are_refused(skipping, tmp_path):
+    for number in range(4):
+        (tmp_path / f"{number}.jpg").write_bytes(b"no photo")
+    with pytest.raises(ConfigError, match=r"^prompts.train: no row can be used; the first: .*ne 1"):
+        decided(skipping)
+    assert not skipping.paths.broken_media.exists()
+
+
+@pytest.fixture
+def submitted(skipping, monkeypatch):
+    """Submits it; what the tasks will find when they start is noted."""
+    found = []
+
+    def start(planned, config, paths, *_):
+        found.append(listed(paths) if paths.broken_media.exists() else None)
+        return planned
+
+    monkeypatch.setattr(submit.preflight, "check", lambda config, *_, **__: config)
+    monkeypatch.setattr(submit, "start", start)
+
+    def run(config=skipping.config, **given):
+        submit.submit(config, local=True, **given)
+        return found
+
+    return run
+
+
+def test_submit_decides_before_it_starts_anything(submitted):
+    [rows] = submitted()
+    assert [each["row"] for each in rows] == [0, 2]
+
+
+def test_a_dry_run_and_a_job_that_does_not_skip_decode_nothing(submitted, skipping, monkeypatch):
+    monkeypatch.setattr(decode_check, "decode", None)
+    assert submitted(dry_run=True) == []
+    media = skipping.config.prompts.media.model_copy(update={"broken": "error"})
+    prompts = skipping.config.prompts.model_copy(update={"media": media})
+    assert submitted(skipping.config.model_copy(update={"prompts": prompts})) == [None]
+
+
+def test_an_evaluation_decides_for_itself_and_once(skipping, tmp_path, monkeypatch):
+    (tmp_path / "heldout.jsonl").write_text((tmp_path / "train.jsonl").read_text())
+    settings = [f"run_root={tmp_path / 'runs'}", "prompts.media.broken=skip"]
+    asked = evaluate.Asked(
+        skipping.config.model.path,
+        sets={"photos": str(tmp_path / "heldout.jsonl")},
+        overrides=[*settings, "engines.rollout.kind=sglang"],
+        name="scored",
     )
-    with pytest.raises(AttributeError):  # another preprocessor finds other things
-        settle(0)
+    found = []
+
+    def read(config, _):
+        files = prompt_check.heldout_by_key(prompt_check.open_heldout(config))
+        return SimpleNamespace(by_key={k: SimpleNamespace(records=r) for k, r in files.items()})
+
+    monkeypatch.setattr(evaluate.alone, "read", read)
+    monkeypatch.setattr(evaluate.alone, "main", lambda _, paths, *__: found.append(listed(paths)))
+    evaluate.evaluate(asked)
+    monkeypatch.setattr(decode_check, "decode", None)
+    evaluate.evaluate(asked)
+    rows = [("eval.photos.path", 0), ("eval.photos.path", 2)]
+    assert [[(each["set"], each["row"]) for each in one] for one in found] == [rows, rows]
+
+
+def test_a_model_that_does_not_hear_is_shown_no_sound(check, tmp_path):
+    rows = (tmp_path / "train.jsonl").read_text().splitlines()
+    rows[3] = json.dumps({"prompt": "<audio>?", "audios": "3.jpg", "answer": "1"})
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    said = check()
+    assert "line 4: audio 1 (3.jpg): is audio, which qwen3_vl does not take; it takes im" in said
+
+
+def test_where_no_terminal_is_a_line_a_minute_says_how_far_it_is(monkeypatch, capsys):
+    now = iter([1000.0, 1030.0, 1061.0, 1090.0, 1300.0])
+    monkeypatch.setattr(rows_shown.time, "monotonic", lambda: next(now))
+    with rows_shown.RowsShown() as shown:
+        for done in (0, 250, 500, 750, 1000):
+            shown(done, 1000)
+    assert capsys.readouterr().err == "media of 500 of 1,000 rows are decoded, 1 min to go\n"
 
 
 def test_every_medium_that_cannot_be_used_is_a_line_of_its_own_and_the_job_is_refused(
@@ -179,10 +312,12 @@ def test_every_medium_that_cannot_be_used_is_a_line_of_its_own_and_the_job_is_re
     }  # fmt: skip
     given = [f"{key}={value}" for key, value in settings.items()]
     config = job_file.load(tmp_path / "job.toml", given)
-    found = decode_check.decode(config, lambda *_: None)
+    recipe = recipe_of(tmp_path, "qwen3_omni_moe", audio_max_s=2, video_fps=5)
+    files = prompt_check.open_files(config).by_key
+    found = decode_check.decode(files, recipe, None, lambda *_: None)
     assert (found.num_media, len(found.refused)) == (len(CASES), len(CASES))
     for number, (line, (modality, _, expected)) in enumerate(
-        zip(found.refused, CASES.values(), strict=True), start=1
+        zip([each.reason for each in found.refused], CASES.values(), strict=True), start=1
     ):
         start = f"train.jsonl, line {number}: {modality} 1 ({number - 1}.bin): "
         assert line.startswith(start) and "\n" not in line and ";" in line

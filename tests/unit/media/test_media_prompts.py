@@ -260,6 +260,15 @@ def test_rows_with_bad_media_are_left_out_once_and_listed(source):
     assert [made[n].index for n in range(4)] == [0, 3, 0, 3]
 
 
+def test_a_row_that_names_a_medium_in_no_known_way_is_one_with_a_bad_medium(source):
+    url = rows_of(images=["https://x.org/a.png"])
+    with pytest.raises(ConfigError, match="downloads nothing"):
+        source(TWO, url, bad_rows="skip").records.read()
+    records = source(TWO, url, media={"broken": "skip"}).records
+    records.read()
+    assert list(records.bad) == [1]
+
+
 def test_headers_are_enough_for_lengths(source):
     """A damaged picture whose header is whole has a length; decoding it is what fails."""
     assert source(rows_of(images=["cut.png"])).prompt(0).measured[0].facts.width == 96
