@@ -84,5 +84,9 @@ class MegatronConfig(BaseModel):
     tower_patches: Positive = 8192
     """Patches of images and videos that a tower encodes at a time; what it keeps for the gradient
     is of so many. A token of sound counts as a token of pixels does, 4 of Qwen's."""
+    features_gib: Annotated[Number, Field(ge=0)] | None = None
+    """GiB that the features of a portion's media, and their gradients, may take of a GPU. If they
+    take more, all of them lie in host memory, and each micro-batch brings those that it sees. If it
+    is not set, they lie on the GPU."""
     transformer: PassThrough = {}
     """Fields of Megatron-core's TransformerConfig, e.g. recompute_granularity = "full"."""

@@ -27,7 +27,7 @@ _FREE = re.compile(
 _COMPUTED = re.compile(
     r"(actor|critic|reference|teachers\.[^.]+)\.layout(\.\w+)?"
     r"|actor\.(tokens_per_micro_batch|portion_micro_batches|attention|recomputed_passes)"
-    r"|actor\.(kept_logits_gib|tower_patches|optimizer\.offload|transformer\.recompute_\w+)"
+    r"|actor\.(kept_logits_gib|tower_patches|features_gib|optimizer\.offload|transformer\.recompute_\w+)"
     r"|engines\.[^.]+\.(count|engines_per_task|nodes_per_engine|max_running_requests|drain_slow)"
     r"|engines\.[^.]+\.args\.(tp_size|ep_size|mem_fraction_static|chunked_prefill_size)"
     r"|engines\.[^.]+\.args\.(max_prefill_tokens|max_total_tokens|cuda_graph_max_bs)"

@@ -9,6 +9,7 @@ from forward_worker import scorer_logprobs
 from megatron_worker import _shares, _state, gradients, logprobs, train, weights
 from seen_rows import pixels_of
 
+from relax_hpc.engines.megatron.vision import host_memory
 from relax_hpc.models.audio.tower import Tower as Ears
 
 __all__ = ["gradients", "logprobs", "scorer_logprobs", "train", "weights"]
@@ -21,8 +22,17 @@ def _pixels(wanted):
 
 def open_trainer(config):
     megatron_worker.open_trainer(config=config)
-    _state["read"], _state["encoded"] = [], Counter()
+    _state["read"], _state["encoded"], _state["places"] = [], Counter(), set()
     _state["trainer"].see_by(_pixels)
+    encoder = _state["trainer"]._encoder
+    encode = encoder.encode
+
+    def placed(*args, **given):
+        if features := encode(*args, **given):
+            _state["places"].add(features.is_in_host_memory)
+        return features
+
+    encoder.encode = placed
     for tower in {sense.tower for sense in _state["trainer"]._encoder._senses.values()}:
         tower.register_forward_pre_hook(_note)
 
@@ -59,6 +69,15 @@ def encoded():
     """Patches, and mel frames, that went through this rank's towers since it was opened: [what is
     seen, heard], without and then with a graph."""
     return [[_state["encoded"][what, graph] for what in ("seen", "heard")] for graph in (0, 1)]
+
+
+def places():
+    """Whether features were in host memory, of all that this rank had."""
+    return _state["places"]
+
+
+def exchange_few_rows():
+    host_memory._GATHERED_BYTES = 10_000
 
 
 def media_of_micro_batches(rows):

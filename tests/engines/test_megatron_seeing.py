@@ -100,6 +100,26 @@ def test_layers_that_are_computed_again_give_the_same_update(ranks, reference, g
     assert_alike_when_recomputed(reference, partial(open_grid, ranks, reference, grid))
 
 
+@pytest.mark.parametrize("grid", ["recomputed", *long("tp2", "pp2", "cp2")])
+def test_features_in_host_memory_give_the_same_update(ranks, reference, grid, monkeypatch):
+    """Bitwise; of several ranks some rows at a time are exchanged."""
+    batch, found = {"rows": reference.rows, "advantages": reference.advantages}, []
+    for most in (None, 0):
+        actor = {} if most is None else {"features_gib": most}
+        monkeypatch.setitem(GRIDS, "placed", (*GRIDS[grid][:2], GRIDS[grid][2] | {"actor": actor}))
+        pool = open_grid(ranks, reference, "placed")
+        pool.call(worker.exchange_few_rows)
+        logprobs = collect(pool.call(worker.logprobs, rows=reference.rows))
+        metrics = [pool.call(worker.train, **batch)[0] for _ in range(2)]
+        found.append((logprobs, metrics, pool.call(worker.weights)))
+        stages = [each for each in pool.call(worker.places) if each]
+        assert all(each == {most == 0} for each in stages) and stages
+    (expected, near, theirs), (logprobs, far, mine) = found
+    assert all(map(np.array_equal, logprobs, expected)) and far == near
+    for ours, others in zip(mine, theirs, strict=True):
+        assert all(np.array_equal(ours[name], others[name]) for name in others)
+
+
 @pytest.mark.parametrize("grid", ["one", *long("tp2", "pp2", "cp2")])
 def test_kept_weights_and_a_model_that_only_scores_see_as_hugging_face(ranks, reference, grid):
     assert_scores(reference, open_grid(ranks, reference, grid))

@@ -18,7 +18,7 @@ from relax_hpc.sections import PassThrough
 PACKAGE = Path(__file__).parents[2] / "relax_hpc"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MOST_ALGORITHM_KEYS = 29  # two of them of distillation
-MOST_LINES, MOST_FILES, MOST_LINES_OF_A_LOOP, MOST_KEYS = 400, 20, 40, 152
+MOST_LINES, MOST_FILES, MOST_LINES_OF_A_LOOP, MOST_KEYS = 400, 20, 40, 153
 SUBMITIT = {"JobEnvironment", "SlurmExecutor"}
 """Names of submitit that we use; docs/architecture.md says for what."""
 

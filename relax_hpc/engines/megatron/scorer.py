@@ -100,7 +100,11 @@ class MegatronScorer:
             first = self._chunks[0]
             senses = senses_of(first.vision, first.audio, shape, self._recipe, device)
             self._encoder = Encoder(
-                senses, shape.vision, device, patches_at_once=megatron.tower_patches
+                senses,
+                shape.vision,
+                device,
+                patches_at_once=megatron.tower_patches,
+                features_gib=megatron.features_gib,
             )
         if random_weights:
             return

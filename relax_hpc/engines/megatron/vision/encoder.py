@@ -26,6 +26,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from relax_hpc.engines.megatron.packing import MicroBatch
+from relax_hpc.engines.megatron.vision import host_memory
 from relax_hpc.engines.megatron.vision.features import Features
 from relax_hpc.engines.megatron.vision.senses import Run, Sense
 from relax_hpc.engines.megatron.vision.stretches import Key, Stretch
@@ -80,6 +81,7 @@ class Encoder:
         device: torch.device,
         *,
         patches_at_once: int,
+        features_gib: float | None = None,
     ) -> None:
         """Holds the towers.
 
@@ -89,9 +91,11 @@ class Encoder:
             device: of the towers.
             patches_at_once: that are encoded at a time; a larger part is alone, and keeps less of
                 what it computes.
+            features_gib: that features and gradients may take of the device; if they take more, all
+                of them lie in host memory.
         """
         self._senses, self._shape, self._device = senses, shape, device
-        self._patches_at_once = patches_at_once
+        self._patches_at_once, self._features_gib = patches_at_once, features_gib
         self.pixels: Pixels | None = None
         self._chunks: list[_Chunk] = []
 
@@ -116,20 +120,32 @@ class Encoder:
         towers = [sense.tower for sense in self._senses.values()]
         dtype = next(towers[0].parameters()).dtype
         width = self._shape.levels * self._shape.out_size
-        mine = torch.zeros(plan.room, width, dtype=dtype, device=self._device)
+        learning, size = learns and any(map(_learns, self._senses.values())), group.size()
+        is_far = host_memory.is_needed(
+            size * plan.room, width, dtype, learns=learning, most=self._features_gib
+        )
+
+        def zeros(rows: int, of: torch.dtype) -> Tensor:
+            if is_far:
+                return host_memory.zeros(rows, width, of, self._device)
+            return torch.zeros(rows, width, dtype=of, device=self._device)
+
+        mine = zeros(plan.room, dtype)
         with torch.no_grad():
             for chunk in self._cut(plan.own, self._read(plan.own)):  # the next ones are decoded
                 self._chunks.append(chunk)
                 made = torch.cat(chunk.sense.features(chunk.runs), dim=1)
-                mine[chunk.tokens(self._area), : made.shape[1]] = made
+                place = mine[chunk.tokens(self._area), : made.shape[1]]
+                place.copy_(made, non_blocking=True)
         values = mine
-        if group.size() > 1:
-            values = mine.new_empty(group.size() * plan.room, width)
+        if size > 1 and is_far:
+            values = host_memory.gathered(mine, group, self._device)
+        elif size > 1:
+            values = mine.new_empty(size * plan.room, width)
             dist.all_gather_into_tensor(values, mine, group=group)
-        learning = learns and any(map(_learns, self._senses.values()))
-        gradient = torch.zeros_like(values, dtype=torch.float32) if learning else None
+        gradient = zeros(len(values), torch.float32) if learning else None
         anchor = torch.zeros((), device=self._device, requires_grad=True)
-        return Features(values, gradient, plan.first, self._shape.out_size, anchor)
+        return Features(values, gradient, plan.first, self._shape.out_size, anchor, is_far)
 
     def learn(self, features: Features | None, wrapped: DistributedDataParallel) -> None:
         """Adds the gradient of the towers to the buffers of the first chunk.
@@ -142,7 +158,9 @@ class Encoder:
             return
         group = mpu.get_tensor_and_context_parallel_group()
         given = features.gradient
-        if group.size() > 1:
+        if group.size() > 1 and features.is_in_host_memory:
+            given = host_memory.summed(given, group, self._device)
+        elif group.size() > 1:
             given = given.new_empty(len(given) // group.size(), given.shape[1])
             dist.reduce_scatter_tensor(given, features.gradient, group=group)
         dtype = features.values.dtype
@@ -153,8 +171,9 @@ class Encoder:
                 if _learns(chunk.sense):
                     alone = chunk.patches > self._patches_at_once
                     levels = chunk.sense.features(chunk.runs, recompute=alone)
-                    above = given[chunk.tokens(self._area)].to(dtype)
-                    parts = above.split(self._shape.out_size, dim=1)  # type: ignore[no-untyped-call]
+                    # Moved as it is: the host must not read what is still being copied there.
+                    above = given[chunk.tokens(self._area)].to(self._device, non_blocking=True)
+                    parts = above.to(dtype).split(self._shape.out_size, dim=1)  # type: ignore[no-untyped-call]
                     torch.autograd.backward(levels, parts[: len(levels)])
         self._chunks = []
 
