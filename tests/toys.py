@@ -85,6 +85,18 @@ def be_killed_while_others_wait(context):
     return kill_yourself_at_the_first_start(context, others_wait=True)
 
 
+def be_killed_alone(context, folder):
+    """Rank 1 is killed once all are there; the others go on until it is there again."""
+    begun = Path(folder) / f"{context.rank}-{context.start}"
+    begun.touch()
+    if context.rank == 1 and context.start == 1:
+        until(lambda: len(list(begun.parent.glob("*-1"))) == context.size, 60)
+        os.kill(os.getpid(), signal.SIGKILL)
+    until((begun.parent / "1-2").exists, 60)
+    cpus = sorted(os.sched_getaffinity(0))
+    return {**who_am_i(context), "start": context.start, "pid": os.getpid(), "cpus": cpus}
+
+
 def take_your_time(context, seconds_per_rank):
     time.sleep(seconds_per_rank * context.rank)
     return context.start

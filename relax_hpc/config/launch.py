@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 class LaunchConfig(Section):
     bootstrap: Literal["auto", "mpi", "mpi_job", "files"] = "auto"
     """Way in which ranks of a component find each other; auto is mpi when `resources.mpi` is set,
-    but for engines on several nodes, which need not: each node has a step of its own then.
+    but for tasks of engines that are on one node each: every task is a step of its own then.
     mpi_job: all components are one step and one MPI world, so that a rank that dies restarts all of
     them."""
     layout: Literal["hetjob", "separate"] = "hetjob"

@@ -16,6 +16,7 @@ from pathlib import Path
 from submitit import JobEnvironment
 
 from relax_hpc import permissions, storage
+from relax_hpc.comm import cpus
 from relax_hpc.errors import LaunchError, RelaxError
 from relax_hpc.launch import requeue
 from relax_hpc.paths import ComponentPaths, RunPaths
@@ -47,6 +48,8 @@ def main(run: TaskMain | None = None) -> None:
     permissions.adopt(folder)
     job_id = JobEnvironment().job_id
     context = _context(args)
+    if args.on_node and args.cpus:
+        cpus.take(context.local_rank, args.on_node, args.cpus)
     left = ComponentPaths(folder, job_id)
     if args.tasks is not None:
         _leave_step(left, context.rank, is_followed=args.apart_from is None)
@@ -94,15 +97,18 @@ def _role(run_dir: Path, context: TaskContext, bootstrap: str) -> None:
 def _context(args: argparse.Namespace) -> TaskContext:
     """Tells who this task is, from what Slurm or `local_step` tells submitit."""
     environment = JobEnvironment()
+    rank = environment.global_rank - args.first_rank + (args.apart_from or 0)
     return TaskContext(
         component=args.component,
-        rank=environment.global_rank - args.first_rank + (args.apart_from or 0),
+        rank=rank,
         size=args.tasks or environment.num_tasks,
-        local_rank=environment.local_rank,
+        # Slurm fills nodes in order of rank; in a step of its own a task is the first.
+        local_rank=rank % args.on_node if args.on_node else environment.local_rank,
         attempt=requeue.attempt_of(environment.job_id),
         start=args.start,
         node=environment.hostname,
         gpus=args.gpus,
+        step_from=args.apart_from or 0,
     )
 
 
@@ -132,6 +138,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--first-rank", type=int, default=0, help="of several in one step")
     parser.add_argument("--apart-from", type=int, help="rank of the first in this step of several")
     parser.add_argument("--tasks", type=int, help="of this component, if its step has others")
+    parser.add_argument("--on-node", type=int, help="its tasks on a node, if in several steps")
+    parser.add_argument("--cpus", type=int, help="of each of these, which takes them by itself")
     return parser.parse_args()
 
 

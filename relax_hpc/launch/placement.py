@@ -15,7 +15,8 @@ from relax_hpc.roles.role import Place, Role, Side
 from relax_hpc.sections import Resources, WholeJob
 
 MOST_STEPS = 128
-"""Steps of one component, each an srun on the first node; of more nodes several are in a step."""
+"""Steps of one component, each an srun on the first node. Of more tasks those of a node are one
+step, of more nodes several are."""
 Bootstrap = Literal["mpi", "mpi_job", "files"]
 SAME_NAME = (
     *("partition", "account", "qos", "reservation", "constraint", "exclude", "time"),
@@ -29,6 +30,11 @@ _VARIABLES = {
 }
 """Fields of Resources -> variables of sbatch's that are their defaults."""
 _SCRIPT = "the way in which a run is started"
+_DEALT = (
+    *("cpu-bind", "gpu-bind", "tres-bind", "accel-bind", "mem-bind", "exclusive", "multi-prog"),
+    *("ntasks-per-gpu", "tres-per-task", "mem"),
+)
+"""Options of srun that deal to the tasks of a step what it has, or limit what all of them have."""
 _LETTERS = {
     **{"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task", "J": "job-name"},
     **{"o": "output", "e": "error", "p": "partition", "A": "account", "q": "qos"},
@@ -57,7 +63,7 @@ class Component:
     side: Side = "training"
     """The job that it is in, where the sides of a run are two."""
     is_apart: bool = False
-    """Whether its tasks on one node know nothing of those on others."""
+    """Whether its tasks know nothing of each other."""
 
     @property
     def key(self) -> str:
@@ -78,16 +84,31 @@ class Component:
         return self.tasks // self.nodes
 
     @property
-    def nodes_of_steps(self) -> list[range]:
-        """Nodes of each of its Slurm steps, by their places among its own."""
-        places, size = range(self.nodes), self.nodes
-        if self.is_apart and self.bootstrap == "files" and self.on is None:
-            size = math.ceil(self.nodes / MOST_STEPS)
-        return [places[first : first + size] for first in places[::size]]
+    def gpus(self) -> str | None:
+        """GPUs of a node as Slurm writes them: "4", "h100:4"."""
+        count, kind = self.resources.gpus_per_node, self.resources.gpu_type
+        return (f"{kind}:{count}" if kind else str(count)) if count else None
 
-    def ranks_on(self, nodes: range) -> range:
-        """Ranks of its tasks on some of its nodes."""
-        return range(nodes.start * self.tasks_per_node, nodes.stop * self.tasks_per_node)
+    @property
+    def cpus_to_take(self) -> int:
+        """CPUs that each of several steps on a node takes of those that it sees; 0: it takes all,
+        since nobody says how many are for a task, or srun is told to bind nothing."""
+        unbound = any(each.startswith("--cpu-bind") for each in self.resources.srun)
+        return 0 if unbound else self.resources.cpus_per_task or 0
+
+    @property
+    def steps(self) -> list[range]:
+        """Ranks of each of its Slurm steps: one task, all of some nodes, or all."""
+        ranks, size = range(self.tasks), self.tasks
+        if self.is_apart and self.bootstrap == "files" and self.on is None:
+            size = self.tasks_per_node * math.ceil(self.nodes / MOST_STEPS)
+            if self.tasks <= MOST_STEPS and not _is_dealt(self.resources):
+                size = 1
+        return [ranks[first : first + size] for first in ranks[::size]]
+
+    def nodes_of(self, ranks: range) -> range:
+        """Nodes of the tasks of a step, by their places among its own."""
+        return range(ranks.start // self.tasks_per_node, -(-ranks.stop // self.tasks_per_node))
 
 
 def place(config: JobConfig) -> list[Component]:
@@ -114,6 +135,18 @@ def place(config: JobConfig) -> list[Component]:
             found[asked.component] = replace(guest, on=asked.beside, bootstrap="files")
         _check_options(found[asked.component], of_job)
     return list(found.values())
+
+
+def _is_dealt(resources: Resources) -> bool:
+    """Whether the tasks of a node belong into one step: srun deals its CPUs or GPUs to them, or
+    unpacks an image for each step."""
+    image = resources.container
+    if image is not None and interpreter.runner(image) == "pyxis":
+        return True
+    asked = (each for each in resources.srun if not each.endswith("-bind=none"))
+    return any(
+        option.startswith(name) for each in asked for name in _names(each) for option in _DEALT
+    )
 
 
 def _with_variables(resources: Resources) -> Resources:
@@ -264,7 +297,7 @@ def _component(config: JobConfig, role: Role[Any], asked: Place, resources: Reso
             f"launch.bootstrap = 'mpi_job': {key}.mpi = {resources.mpi!r}; one world "
             "over several components needs 'pmix'"
         )
-    if wanted == "auto":  # who has a step per node has no world over them
-        is_apart = asked.is_apart and resources.nodes > 1
+    if wanted == "auto":  # who has several steps has no world over them
+        is_apart = asked.is_apart and tasks > 1
         wanted = "files" if resources.mpi is None or is_apart else "mpi"
     return replace(made, bootstrap=wanted)

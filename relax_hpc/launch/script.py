@@ -20,7 +20,6 @@ from relax_hpc.launch.placement import SAME_NAME, Component, groups
 from relax_hpc.launch.supervision import INHERITED, KEEP_OPTIONS, PLAIN, RING, SUPERVISION, WAIT
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.role import Side
-from relax_hpc.sections import Resources
 
 # Options that only mean something once in a heterogeneous job: component 0 says them.
 _LEADER_ONLY = {
@@ -94,9 +93,9 @@ def slurm_script(job: Job, components: Sequence[Component]) -> str:
     several = max(group_of) > 0
     before = itertools.accumulate((component.tasks for component in components), initial=0)
     steps = [
-        (k, nodes, _srun(job, k, each, first_rank, nodes, group=group_of[k] if several else None))
+        (k, ranks, _srun(job, k, each, first_rank, ranks, group=group_of[k] if several else None))
         for k, (each, first_rank) in enumerate(zip(components, before, strict=False))
-        for nodes in each.nodes_of_steps
+        for ranks in each.steps
     ]
     pmix = any(each.bootstrap != "files" and each.resources.mpi == "pmix" for each in components)
     prepare = [
@@ -119,7 +118,7 @@ def local_script(job: Job, components: Sequence[Component]) -> str:
             first[component.name] = first_gpu
             first_gpu += component.resources.gpus_per_node
     steps = [
-        (k, range(each.nodes), _local_step(job, each, first[each.on or each.name]))
+        (k, range(each.tasks), _local_step(job, each, first[each.on or each.name]))
         for k, each in enumerate(components)
     ]
     prepare = [
@@ -164,8 +163,8 @@ def _assemble(
         whole = " : ".join(step for _, _, step in steps)
         lines += _supervised(job, dict(enumerate(components)), steps[0][1], whole)
     else:
-        for index, nodes, step in steps:
-            lines += _supervised(job, {index: components[index]}, nodes, step)
+        for index, ranks, step in steps:
+            lines += _supervised(job, {index: components[index]}, ranks, step)
     if job.has_summary and any(each.held_nodes > each.nodes for each in components):
         module = _module(job, "relax_hpc.scale.scaler_main")
         scaler = shlex.join([*module, *scaler_options])
@@ -228,15 +227,13 @@ def _superseded(job: Job) -> list[str]:
     ]
 
 
-def _supervised(
-    job: Job, components: Mapping[int, Component], nodes: range, step: str
-) -> list[str]:
+def _supervised(job: Job, components: Mapping[int, Component], own: range, step: str) -> list[str]:
     """A function that keeps one step going, and a line that begins it.
 
     Args:
         job: of the script.
         components: whose tasks are in the step, by their places in the job.
-        nodes: of the step, by their places among those of the component.
+        own: ranks of the step, if it has one component.
         step: the command of it.
     """
     names = "+".join(component.name for component in components.values())
@@ -244,10 +241,8 @@ def _supervised(
     folders = [str(job.component_folder(component)) for component in components.values()]
     setup = [line for each in components.values() for line in set_up(names, each.resources.setup)]
     name, ranks = f"component_{min(components)}", list[str]()
-    first, *others = components.values()
-    if not others and len(nodes) < first.nodes:
-        own = first.ranks_on(nodes)
-        tasks, name = len(own), f"{name}_{nodes.start}"
+    if len(components) == 1 and len(own) < tasks:
+        tasks, name = len(own), f"{name}_{own.start}"
         ranks = [f"  local ranks=({' '.join(map(str, own))})"]
     return [
         f"{name}() {{",
@@ -286,7 +281,7 @@ def _directives(job: Job, index: int, component: Component) -> list[str]:
         "job-name": job.name,
         "nodes": component.held_nodes,
         "ntasks-per-node": component.tasks_per_node,
-        "gpus-per-node": _gpus(resources),
+        "gpus-per-node": component.gpus,
         "comment": job.comment,
         "mail-user": job.mail,
         "mail-type": job.mail and "BEGIN,END,FAIL,REQUEUE",
@@ -311,13 +306,6 @@ def _directives(job: Job, index: int, component: Component) -> list[str]:
     ]
 
 
-def _gpus(resources: Resources) -> str | None:
-    """GPUs of a node as Slurm writes them: "4", "h100:4"."""
-    count = resources.gpus_per_node
-    kind = f"{resources.gpu_type}:" if resources.gpu_type else ""
-    return f"{kind}{count}" if count else None
-
-
 def _quoted(option: str) -> str:
     """An option of sbatch as a line of a script has it, where white space and # would end it.
 
@@ -331,21 +319,27 @@ def _quoted(option: str) -> str:
 
 
 def _srun(
-    job: Job, index: int, component: Component, first_rank: int, nodes: range, *, group: int | None
+    job: Job, index: int, component: Component, first_rank: int, ranks: range, *, group: int | None
 ) -> str:
-    resources, is_part = component.resources, len(nodes) < component.nodes
+    resources, nodes = component.resources, component.nodes_of(ranks)
+    is_part = len(ranks) < component.tasks
     # Its own nodes are the first; the others are for engines that are added later.
     is_placed = is_part or component.held_nodes > component.nodes
+    # Of several steps on a node each sees all of it, and its task takes a part: `--overlap` would
+    # give each the same CPUs, and NCCL copies from GPU to GPU only where a process sees both.
+    per_node = len(ranks) // len(nodes)
+    beside = component.tasks_per_node // per_node
+    cpus = (resources.cpus_per_task or 0) * beside
     options = [
         *(["srun"] if component.bootstrap != "mpi_job" or not index else []),
         *([] if group is None else [f"--het-group={group}"]),
-        *(["--overlap"] if component.on else []),
+        *(["--overlap"] if component.on or beside > 1 else []),
         f"--nodes={len(nodes)}",
-        f"--ntasks={len(component.ranks_on(nodes))}",
-        f"--ntasks-per-node={component.tasks_per_node}",
+        f"--ntasks={len(ranks)}",
+        f"--ntasks-per-node={per_node}",
         *([f"--relative={nodes.start}"] if is_placed else []),
-        *([f"--cpus-per-task={resources.cpus_per_task}"] if resources.cpus_per_task else []),
-        *([f"--gpus-per-node={gpus}"] if (gpus := _gpus(resources)) else []),
+        *([f"--cpus-per-task={cpus}"] if cpus else []),
+        *([f"--gpus-per-node={component.gpus}"] if component.gpus else []),
         f"--mpi={'none' if component.bootstrap == 'files' else resources.mpi}",
         # A step is restarted whole: a dead task must end it.
         "--kill-on-bad-exit=1",
@@ -355,7 +349,7 @@ def _srun(
         *interpreter.srun_options(resources, job.seen_folder),
         *resources.srun,
     ]
-    own = component.ranks_on(nodes) if is_part else None
+    own = ranks if is_part else None
     command = _entry(job, component, first_rank, own, requeues=True)
     return f"{shlex.join(options)} {_logs(job, component, own)} {command}"
 
@@ -395,4 +389,7 @@ def _entry(
         command += ["--first-rank", str(first_rank), "--tasks", str(component.tasks)]
     if ranks is not None:
         command += ["--apart-from", str(ranks.start), "--tasks", str(component.tasks)]
+    if ranks is not None and len(ranks) < component.tasks_per_node:
+        command += ["--on-node", str(component.tasks_per_node)]
+        command += ["--cpus", str(cpus)] if (cpus := component.cpus_to_take) else []
     return " ".join([*_environment(component), shlex.join(command)])

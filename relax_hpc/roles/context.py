@@ -21,10 +21,12 @@ class TaskContext:
     attempt: str
     """Job id and how often Slurm restarted that job: "1234.0"; new after a requeue."""
     start: int
-    """Counts the starts of this component's step within the attempt, from 1."""
+    """Counts the starts of its step within the attempt, from 1."""
     node: str
     gpus: int = 0
     """GPUs of its node that its component asked for."""
+    step_from: int = 0
+    """Rank of the first task of its step, where the component has several."""
     transport: Transport | None = None
     """The way of weights to an engine that was added, if not as `weights.transport` says."""
     end: JobEnd | None = None
@@ -36,5 +38,5 @@ class TaskContext:
 
     @property
     def start_id(self) -> str:
-        """Never used before by this component: names rendezvous records."""
+        """Never used before by tasks that start together: names rendezvous records."""
         return f"{self.component}-{self.attempt}-{self.start}"

@@ -39,8 +39,8 @@ class Place:
     own_beside: tuple[str, ...] = ()
     """Fields of `resources` that are its own even so."""
     is_apart: bool = False
-    """Whether its tasks on one node know nothing of those on others: then each node has a step of
-    its own, which starts again alone."""
+    """Whether its tasks know nothing of each other: then each has a step of its own, which starts
+    again alone."""
     writes: Writer | None = None
     """The writer whose columns of the bus it writes, where components of a role differ in that."""
 

@@ -41,7 +41,10 @@ def run(run_dir: Path, context: TaskContext, bootstrap: str, role: Role[Any] | N
     storage.settle(config.launch.peer_timeout_s, reserve=paths.reserve)
     logs.setup(name, context.rank, paths.log(name, str(context.rank)))
     with EventWriter(paths.events(name, context.rank), name, context.rank) as events:
-        events.emit("start", attempt=context.attempt, start=context.start, node=context.node)
+        events.emit(
+            "start", attempt=context.attempt, start=context.start, node=context.node,
+            step_from=context.step_from,
+        )  # fmt: skip
         allow_open_files()
         address.settle_gloo()
         optional_packages.hush()

@@ -1,13 +1,13 @@
 """A run in one dictionary: the events joined with the bus's own account of its trajectories."""
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from relax_hpc import job_file
 from relax_hpc.bus.audit import BusAudit
-from relax_hpc.config.run import JobConfig, RunConfig
+from relax_hpc.config.run import JobConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
@@ -41,7 +41,7 @@ def summarize(run_dir: Path) -> dict[str, Any]:
 def summed_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> dict[str, Any]:
     """Does as `summarize`, for who has read the job and its events."""
     done = history.steps(events)
-    progress = _progress(events, config.num_steps, _apart(config))
+    progress = _progress(events, config.num_steps)
     progress["announced_ends"] = _announced_ends(paths, events)
     progress["changes"] = [_change(each, events) for each in changes.of_run(paths)]
     if isinstance(config, SftRunConfig):
@@ -100,13 +100,7 @@ def _rows_left_out(paths: RunPaths) -> int:
         return 0
 
 
-def _apart(config: JobConfig) -> Set[str]:
-    """Components that have a step of their own on each of several nodes."""
-    pools = config.engines.items() if isinstance(config, RunConfig) else ()
-    return {name for name, pool in pools if pool.is_apart and pool.resources.nodes > 1}
-
-
-def _progress(events: Sequence[Event], num_steps: int, apart: Set[str]) -> dict[str, Any]:
+def _progress(events: Sequence[Event], num_steps: int) -> dict[str, Any]:
     """Tells how far the run is: after a resume, behind the highest step that it has done."""
     last, done = history.present_step(events), history.steps(events)
     pace = history.seconds_per_step(done)
@@ -118,7 +112,7 @@ def _progress(events: Sequence[Event], num_steps: int, apart: Set[str]) -> dict[
         "tokens_per_s": history.tokens_per_s(done),
         "eta_s": None if pace is None else pace * (num_steps - last),
         "redone": _redone(events),
-        "restarts": _restarts(events, apart),
+        "restarts": _restarts(events),
         "requeues": _requeues(events),
         "torn_checkpoints": [
             {key: event[key] for key in ("time", "role", "step", "message")}
@@ -160,13 +154,12 @@ def _announced_ends(paths: RunPaths, events: Sequence[Event]) -> list[dict[str, 
     return [end._asdict() for end in ends.announced(said, events)]
 
 
-def _restarts(events: Sequence[Event], apart: Set[str]) -> dict[str, int]:
+def _restarts(events: Sequence[Event]) -> dict[str, int]:
     """Counts by component how often a step of it was started again within an attempt of a job."""
-    starts: dict[tuple[str, str, str], int] = {}
+    starts: dict[tuple[str, str, int], int] = {}
     for event in events:
         if event["event"] == "start":
-            node = str(event.get("node")) if event["role"] in apart else ""
-            key = (event["role"], str(event.get("attempt")), node)
+            key = (event["role"], str(event.get("attempt")), int(event.get("step_from", 0)))
             starts[key] = max(starts.get(key, 1), int(event.get("start", 1)))
     found: dict[str, int] = {}
     for (component, _, _), start in starts.items():

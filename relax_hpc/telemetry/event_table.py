@@ -17,9 +17,8 @@ EVENTS: dict[str, EventKind] = {
         "all",
         "a task begins",
         {
-            "attempt": "job id and restart count",
-            "start": "of the step, from 1",
-            "node": "",
+            **{"attempt": "job id and restart count", "start": "of the step, from 1", "node": ""},
+            "step_from": "the lowest rank that is started with it",
         },
     ),
     "world": EventKind(

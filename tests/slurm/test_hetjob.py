@@ -1,8 +1,10 @@
 """Heterogeneous jobs on a real Slurm: results, logs, faults, restarts, cancel, MPI worlds."""
 
+import os
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 
 import pytest
 import toys
@@ -95,6 +97,34 @@ def test_a_killed_task_has_its_step_started_again_in_place(tmp_path):
     assert results(tmp_path, "rollout", 2) == [2, 2]
     assert results(tmp_path, "actor", 1)[0]["start"] == 1, "the other component was left alone"
     assert "rollout: start 1 ended" in script_log(tmp_path, job)
+
+
+def test_each_of_two_tasks_on_a_node_is_a_step_and_the_one_that_is_killed_starts_again_alone(
+    tmp_path,
+):
+    """All see all GPUs of their node; which are whose follows from the place on the node."""
+    for_two, are_told = divmod(len(os.sched_getaffinity(0)), 2)
+    asked = {"nodes": 2, "gpus_per_node": 2, "cpus_per_task": min(for_two, 4) or 1}
+    rollout = replace(tasks("rollout", 4, **asked), is_apart=True)
+    calls = {"rollout": ["be_killed_alone", tmp_path], "actor": ["who_am_i"]}
+    job = submit(tmp_path, [rollout, tasks("actor", 1)], calls, max_restarts=1)
+    assert set(final_states(job).values()) == {"COMPLETED"}
+    found = results(tmp_path, "rollout", 4)
+    told = ("name", "size", "local_rank", "gpus", "start", "step_from")
+    assert [tuple(task[word] for word in told) for task in found] == [
+        ("rollout-0", 4, 0, "0,1", 1, 0), ("rollout-1", 4, 1, "0,1", 2, 1),
+        ("rollout-2", 4, 0, "0,1", 1, 2), ("rollout-3", 4, 1, "0,1", 1, 3),
+    ]  # fmt: skip
+    nodes = [task["node"] for task in found]
+    assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+    if not are_told and for_two <= 4:  # as where Slurm binds a step to the CPUs of its job
+        assert {*found[0]["cpus"]}.isdisjoint(found[1]["cpus"])
+        assert found[0]["cpus"] == found[2]["cpus"]
+    log = script_log(tmp_path, job)
+    assert log.count("rollout: start 1 ended with exit code 137") == 1
+    assert log.count("rollout: start 1 ended with exit code 0") == 3
+    logs = [left(tmp_path, job, "rollout").log(rank, "out") for rank in range(4)]
+    assert all(f"this is rollout-{rank}" in path.read_text() for rank, path in enumerate(logs))
 
 
 def test_a_task_that_is_done_does_not_end_the_others_of_its_step(tmp_path):

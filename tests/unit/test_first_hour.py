@@ -259,13 +259,13 @@ def test_restarts_and_requeues_are_counted(run, row):
     assert "  started again actor 3, the job 2 (requeued)\n" in cli("status", "run").output
 
 
-def test_restarts_of_steps_on_several_nodes_add_up_and_of_one_over_several_do_not():
+def test_restarts_of_several_steps_add_up_and_of_one_with_several_tasks_do_not():
     starts = [
-        {"event": "start", "role": role, "attempt": "7.0", "start": start, "node": node}
-        for role in ("rollout", "actor")
-        for node, start in (("n1", 1), ("n1", 3), ("n2", 1), ("n2", 2))
+        {"event": "start", "role": role, "attempt": "7.0", "start": start, "step_from": first}
+        for role, of_rank_1 in (("rollout", 1), ("actor", 0))
+        for first, start in ((0, 1), (0, 3), (of_rank_1, 1), (of_rank_1, 2))
     ]
-    assert summary._restarts(starts, {"rollout"}) == {"rollout": 3, "actor": 2}
+    assert summary._restarts(starts) == {"rollout": 3, "actor": 2}
 
 
 @row("--follow while pending: silent")

@@ -66,13 +66,16 @@ def test_nodes_from_a_profile_must_divide_the_tasks_too(profile):
 
 
 @pytest.mark.parametrize(
-    ("mpi", "wanted", "bootstrap"),
-    [("pmix", "auto", "mpi"), ("pmix", "mpi", "mpi"), ("pmix", "files", "files"),
-     (None, "auto", "files"), (None, "files", "files")],
+    ("mpi", "wanted", "rollout", "actor"),
+    [("pmix", "auto", "files", "mpi"), ("pmix", "mpi", "mpi", "mpi"),
+     ("pmix", "files", "files", "files"), (None, "auto", "files", "files"),
+     (None, "files", "files", "files")],
 )  # fmt: skip
-def test_mpi_joins_the_ranks_where_it_is_set_and_not_declined(mpi, wanted, bootstrap):
+def test_mpi_joins_the_ranks_where_it_is_set_and_not_declined(mpi, wanted, rollout, actor):
+    """Tasks of engines know nothing of each other and are not joined unless somebody says so."""
     asked = {"mpi": mpi} if mpi else {}
-    assert {c.bootstrap for c in place(config(asked, asked, bootstrap=wanted))} == {bootstrap}
+    placed = place(config(asked, asked, bootstrap=wanted))
+    assert [component.bootstrap for component in placed] == [rollout, actor]
 
 
 def test_wanting_mpi_without_saying_which_is_an_error_with_the_remedy():

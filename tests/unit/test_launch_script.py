@@ -328,31 +328,78 @@ def test_told_to_end_between_the_start_of_a_step_and_its_number_it_ends_the_step
     assert done.returncode == (143 if assigned == "step" else 0), done
 
 
-def apart(**settings):
-    resources = Resources(nodes=2, gpus_per_node=4)
-    return Component("rollout", 4, resources, is_apart=True, **settings)
+def apart(tasks=4, resources=Resources(nodes=2, gpus_per_node=4), **settings):  # noqa: B008
+    return Component("rollout", tasks, resources, is_apart=True, **settings)
 
 
-def test_tasks_that_know_nothing_of_those_on_other_nodes_have_a_step_per_node():
-    text = script.slurm_script(job("/runs/r"), [apart(), COMPONENTS[1]])
-    steps = [line.split() for line in text.splitlines() if line.startswith("  supervise rollout")]
-    assert [line[:4] for line in steps] == [["supervise", "rollout", "2", FOLDER]] * 2
-    for place, line in enumerate(steps):
-        assert {"--nodes=1", "--ntasks=2", f"--relative={place}"} <= {*line}
-        assert f'--output={FOLDER}/"$job_id"_{2 * place}_log.out' in line
+def steps_of(text):
+    """The words of each line that supervises a step of rollout."""
+    return [line.split() for line in text.splitlines() if line.startswith("  supervise rollout")]
+
+
+def test_tasks_that_know_nothing_of_each_other_have_a_step_each_which_sees_all_of_its_node():
+    """Two nodes, two tasks on each: CPUs of both tasks, all GPUs, and the place on the node."""
+    resources = Resources(nodes=2, gpus_per_node=4, cpus_per_task=3)
+    text = script.slurm_script(job("/runs/r"), [apart(resources=resources), COMPONENTS[1]])
+    assert [line[:4] for line in steps_of(text)] == [["supervise", "rollout", "1", FOLDER]] * 4
+    for rank, line in enumerate(steps_of(text)):
+        size = {"--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1"}
+        assert size | {f"--relative={rank // 2}", "--cpus-per-task=6"} <= {*line}
+        assert {"--gpus-per-node=4", "--mpi=none"} <= {*line}
+        assert f'--output={FOLDER}/"$job_id"_{rank}_log.out' in line
         assert line[line.index("--apart-from") :] == [
-            "--apart-from", str(2 * place), "--tasks", "4"
+            "--apart-from", str(rank), "--tasks", "4", "--on-node", "2", "--cpus", "3",
         ]  # fmt: skip
-    assert "  local ranks=(0 1)\n" in text and "  local ranks=(2 3)\n" in text
-    assert text.count("component_0_0 &") == text.count("component_0_1 &") == 1
+        assert f"  local ranks=({rank})\n" in text and f"component_0_{rank} &" in text
     for whole in (apart(on="actor"), replace(apart(), is_apart=False), apart(bootstrap="mpi")):
-        assert whole.nodes_of_steps == [range(2)]
+        assert whole.steps == [range(4)]
 
 
-def test_of_very_many_nodes_several_are_in_a_step():
-    many = Component("rollout", 600, Resources(nodes=300), is_apart=True)
-    assert len(many.nodes_of_steps) == 100 and {*map(len, many.nodes_of_steps)} == {3}
-    assert many.ranks_on(many.nodes_of_steps[1]) == range(6, 12)
+def test_a_task_that_is_alone_on_its_node_shares_nothing():
+    resources = Resources(nodes=2, cpus_per_task=3)
+    text = script.slurm_script(job("/r"), [apart(tasks=2, resources=resources), COMPONENTS[1]])
+    for line in steps_of(text):
+        assert "--cpus-per-task=3" in line
+        assert not {"--overlap", "--on-node", "--cpus"} & {*line}
+
+
+def test_whom_nobody_says_how_many_cpus_or_whom_srun_is_told_not_to_bind_takes_all_cpus():
+    for asked in ({}, {"cpus_per_task": 3, "srun": ["--cpu-bind=none"]}):
+        alone = apart(resources=Resources(nodes=2, **asked))
+        lines = steps_of(script.slurm_script(job("/runs/r"), [alone, COMPONENTS[1]]))
+        assert len(lines) == 4
+        for line in lines:
+            assert "--cpus" not in line and "--cpus-per-task=3" not in line
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"srun": ["--gpu-bind=single:1"]},
+        {"srun": ["--unbuffered", "--cpu-bind=map_cpu:0,4"]},
+        {"srun": ["--mem=100G"]},
+        {"srun": ["--exclusive"]},
+        {"container": "nvcr.io#nvidia/pytorch:25.01-py3"},
+    ],
+)
+def test_what_is_dealt_to_the_tasks_of_a_step_leaves_those_of_a_node_together(asked):
+    together = apart(resources=Resources(nodes=2, gpus_per_node=4, cpus_per_task=3, **asked))
+    assert together.steps == [range(2), range(2, 4)]
+    lines = steps_of(script.slurm_script(job("/runs/r"), [together, COMPONENTS[1]]))
+    for place, line in enumerate(lines):
+        size = {"--nodes=1", "--ntasks=2", "--ntasks-per-node=2", "--cpus-per-task=3"}
+        assert size | {f"--relative={place}"} <= {*line} and "--overlap" not in line
+        assert line[line.index("--apart-from") :] == [
+            "--apart-from", str(2 * place), "--tasks", "4",
+        ]  # fmt: skip
+
+
+def test_of_very_many_tasks_those_of_a_node_are_in_a_step_and_of_very_many_nodes_several():
+    for tasks, nodes, sizes in ((128, 16, {1}), (136, 17, {8}), (600, 300, {6})):
+        many = Component("rollout", tasks, Resources(nodes=nodes), is_apart=True)
+        assert {*map(len, many.steps)} == sizes and len(many.steps) == tasks // max(sizes)
+        assert [rank for step in many.steps for rank in step] == [*range(tasks)]
+    assert many.nodes_of(many.steps[1]) == range(3, 6)
 
 
 def test_a_step_of_some_tasks_looks_at_and_removes_the_marks_of_these_alone(tmp_path):
