@@ -171,7 +171,9 @@ def test_more_or_fewer_tasks_leave_out_what_was_left_out_before_and_look_at_noth
             assert [source[n].index for n in range(9)] == [before[n].index for n in range(9)]
     data.prompt_rows(1).unlink()  # of the two, one had not come to it
     looked = []
-    monkeypatch.setattr(PromptSource, "examine", lambda *_: looked.append(1) or Examined(1, []))
+    monkeypatch.setattr(
+        PromptSource, "examine", lambda *_, **__: looked.append(1) or Examined(1, [])
+    )
     settled(config, data, size)
     assert len(looked) == size * len(sources_of(config).by_key)
 
