@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,15 +101,18 @@ def _end(lines: list[str]) -> _End | None:
     return found
 
 
-def last_error(run_dir: Path, names: list[str], since: float) -> tuple[str, str] | None:
+def last_error(
+    run_dir: Path, names: list[str], since: float, ranks: Sequence[int] = ()
+) -> tuple[str, str] | None:
     """Returns the newest error that a task of these components said, and which task.
 
-    One that hung is named rather than who said something of it.
+    One that hung is named rather than who said something of it. Of given ranks nobody else is.
     """
     folder = RunPaths(run_dir).events_folder
     paths = [path for name in names for path in folder.glob(f"{name}-*.jsonl")]
     lines = [line for path in paths for line in tail(path) if _FAILED.search(line)]
     events = [event for event in map(_event, lines) if event.get("time", 0) >= since]
+    events = [event for event in events if not ranks or event["rank"] in ranks]
     hung = [event for event in events if event["event"] == "hang"]
     events = [event for event in hung if event["ended"]] or [e for e in events if e not in hung]
     if not events:
@@ -126,13 +130,15 @@ def _event(line: str) -> dict[str, Any]:
     return event
 
 
-def last_words(launched: LaunchRecord, names: list[str]) -> tuple[str, str]:
-    """Returns the end of what a task of these components printed, and which task; or why Slurm
-    could not start any."""
+def last_words(
+    launched: LaunchRecord, names: list[str], ranks: Sequence[int] = ()
+) -> tuple[str, str]:
+    """Returns the end of what a task of these components printed, or one of these ranks of it, and
+    which task; or why Slurm could not start any."""
     for component in launched.components:
         if component.name not in names:
             continue
-        for task in range(component.tasks):
+        for task in ranks or range(component.tasks):
             lines = tail(ComponentPaths(component.folder, component.leader).log(task, "err"))
             said = [line for line in lines if _ERROR.match(line)] or lines
             if said:

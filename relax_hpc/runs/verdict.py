@@ -59,6 +59,13 @@ class Failed:
     window_s: float = 0.0
     next_s: float = 0.0
     """Seconds before the next start."""
+    ranks: tuple[int, ...] = ()
+    """Ranks of its tasks; empty if these are all of the component."""
+
+    @property
+    def who(self) -> str:
+        alone = f"-{self.ranks[0]}" if len(self.ranks) == 1 else ""
+        return f"{self.component}{alone}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +170,16 @@ def judge(run_dir: Path, job_id: str, what: What, failed: Failed, done: str = ""
         done: what was done about it; unset is what its numbers say.
     """
     names = failed.component.split("+")
-    error, task = failure.last_error(run_dir, names, failed.since) or ("", "")
+    error, task = failure.last_error(run_dir, names, failed.since, failed.ranks) or ("", "")
     killed = _signal(failed.code)
     if not error and not killed:
         with suppress(ConfigError):  # the job may begin before it is recorded
-            error, task = failure.last_words(record.read(run_dir), names)
+            error, task = failure.last_words(record.read(run_dir), names, failed.ranks)
     error = error[:_MOST_CHARACTERS]
-    node = _node(run_dir, job_id, names, task)
+    node = _node(run_dir, job_id, names, task, failed.ranks)
     how = f"killed by {killed}" if killed else f"ended with exit code {failed.code}"
     where = f" on {node}" if node else ""
-    said = f"{failed.component}: start {failed.start} {how}{where}" + f" ({error})" * bool(error)
+    said = f"{failed.who}: start {failed.start} {how}{where}" + f" ({error})" * bool(error)
     give(
         run_dir, job_id, what, f"{said}; {done or _done(what, failed)}",
         component=failed.component, start=failed.start, exit_code=failed.code, signal=killed,
@@ -205,11 +212,12 @@ def _signal(code: int) -> str:
         return ""
 
 
-def _node(run_dir: Path, job_id: str, names: Sequence[str], task: str) -> str:
+def _node(run_dir: Path, job_id: str, names: Sequence[str], task: str, ranks: Sequence[int]) -> str:
     """Returns the node where it failed; empty if that is not known."""
     paths = RunPaths(run_dir)
     started = [e for e in read_events(paths.events_folder, but=FREQUENT) if e["event"] == "start"]
-    nodes = {f"{e['role']}-{e['rank']}": str(e["node"]) for e in started if e["role"] in names}
+    started = [e for e in started if e["role"] in names and (not ranks or e["rank"] in ranks)]
+    nodes = {f"{e['role']}-{e['rank']}": str(e["node"]) for e in started}
     if task in nodes:
         return nodes[task]
     if len(of_all := set(nodes.values())) == 1:
@@ -234,12 +242,12 @@ def main() -> None:
         return
     failed = Failed(
         args.component, args.start, args.code, args.since, args.failures, args.max_restarts,
-        args.window, args.next,
+        args.window, args.next, tuple(args.ranks),
     )  # fmt: skip
     judge(args.run_dir, args.job_id, args.what, failed)
 
 
-def _parse() -> argparse.Namespace:
+def _parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--job-id", required=True)
@@ -247,11 +255,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--before", action="store_true", help="of the attempt before this one")
     parser.add_argument("--words", default="", help="of a verdict on the whole job")
     parser.add_argument("--component", help="that failed; the others are of it")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[], help="if not of all its tasks")
     for name in ("start", "code", "failures", "max-restarts"):
         parser.add_argument(f"--{name}", type=int, default=0)
     for name in ("since", "window", "next"):
         parser.add_argument(f"--{name}", type=float, default=0.0)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 from relax_hpc import permissions, storage
+from relax_hpc.comm import cpus
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.table import joining
 
@@ -20,9 +21,12 @@ def main() -> None:
     parser.add_argument("--attempt", required=True, help="job id and restart count")
     parser.add_argument("--gpus", type=int, default=0, help="of a node that were asked for")
     parser.add_argument("--transport", help="of weights, if not weights.transport")
+    parser.add_argument("--on-node", type=int, default=0, help="engines that its node has room for")
+    parser.add_argument("--cpus", type=int, default=0, help="of each, which takes them by itself")
     args = parser.parse_args()
     storage.settle()
     permissions.adopt(args.run_dir)
+    cpus.take(args.slot, args.on_node, args.cpus)
     # Slurm announces the time limit to every step; those of the job itself act on it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     (component,) = joining()

@@ -5,6 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ from typing import Any
 import psutil
 
 from relax_hpc.comm.process_id import ProcessId
+from relax_hpc.config.engines import ROLLOUT
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import LaunchError
 from relax_hpc.fleet.scaling import Extra
 from relax_hpc.launch import interpreter
 from relax_hpc.launch.jobs import output_of
-from relax_hpc.launch.placement import place
+from relax_hpc.launch.placement import Component, place
 from relax_hpc.launch.script import set_up
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_bytes
@@ -56,7 +58,9 @@ class _Steps:
                 return f"its step ended: {words[-1][:_SHOWN_CHARACTERS]} (see {path})"
         return f"its step ended without a word (see {at})"
 
-    def _run(self, extra: Extra, launcher: list[str], separator: list[str]) -> ProcessId:
+    def _run(
+        self, extra: Extra, launcher: list[str], separator: list[str], told: Sequence[str] = ()
+    ) -> ProcessId:
         at = folder(self._paths.submission, extra.id)
         patiently(at, partial(at.mkdir, parents=True, exist_ok=True), small=True)
         logs = [f"--output={at / 'log.out'}", f"--error={at / 'log.err'}"]
@@ -67,6 +71,7 @@ class _Steps:
             *("--attempt", self._attempt),
             *("--gpus", str(self._resources.gpus_per_node)),
             *(("--transport", extra.transport) if extra.transport else ()),
+            *told,
         ]
         command = shlex.join([*launcher, *logs, *separator, *task])
         # As in the job script: what these lines export reaches the task.
@@ -93,6 +98,9 @@ class SlurmSteps(_Steps):
     def __init__(self, config: RunConfig, paths: RunPaths, leader: str, attempt: str) -> None:
         super().__init__(config, paths, attempt)
         self._leader = leader
+        pool = config.rollout_pool
+        self._component = Component(ROLLOUT, pool.num_tasks, pool.resources)
+        self._engines_on_node = pool.count // pool.resources.nodes
         # Rollout is component 0, and where there is rollout there are several.
         held = os.environ["SLURM_JOB_NODELIST_HET_GROUP_0"]
         answer = output_of(["scontrol", "show", "hostnames", held])
@@ -101,18 +109,23 @@ class SlurmSteps(_Steps):
         self.nodes = answer.stdout.split()[self._resources.nodes :]
 
     def start(self, extra: Extra) -> ProcessId:
-        """Starts a step of one task on the node of `extra`."""
-        asked = self._resources
+        """Starts a step of one task on the node of `extra`.
+
+        It sees all of the node: of a part of the CPUs Slurm would give each the same ones.
+        """
+        asked, tasks = self._resources, self._component.tasks_per_node
+        cpus = self._component.cpus_to_take * tasks // self._engines_on_node
+        own = ("--on-node", str(self._engines_on_node), "--cpus", str(cpus)) if cpus else ()
         launcher = [
             *("srun", f"--jobid={self._leader}", "--het-group=0", "--overlap"),
             *("--nodes=1", "--ntasks=1", f"--nodelist={extra.node}"),
-            *([f"--cpus-per-task={asked.cpus_per_task}"] if asked.cpus_per_task else []),
+            *([f"--cpus-per-task={asked.cpus_per_task * tasks}"] if asked.cpus_per_task else []),
             *([f"--gpus-per-node={asked.gpus_per_node}"] if asked.gpus_per_node else []),
             *("--mpi=none", "--kill-on-bad-exit=1", "--unbuffered", "--open-mode=append"),
             *interpreter.srun_options(asked, self._paths.root.parent),
             *asked.srun,
         ]
-        return self._run(extra, launcher, [])
+        return self._run(extra, launcher, [], own)
 
 
 class LocalSteps(_Steps):

@@ -248,7 +248,7 @@ def test_a_killed_rollout_task_starts_again_alone_while_the_other_on_its_node_go
         wait_until(run_dir, has_done(2), 200)
         os.kill(starts(1)[-1]["pid"], signal.SIGKILL)
         wait_until(run_dir, lambda _: len(starts(1)) == 2, 100)
-        assert verdict.read(run_dir).component == "rollout"
+        assert verdict.read(run_dir).words.startswith("rollout-1: start 1 killed by SIGKILL on n")
         assert psutil.pid_exists(starts(0)[0]["pid"])
         hurry(tmp_path)
         after = wait_until(run_dir, is_over, 300)

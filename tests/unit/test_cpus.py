@@ -7,7 +7,11 @@ import sys
 import pytest
 
 from relax_hpc.comm import cpus
+from relax_hpc.fleet.scaling import Extra
+from relax_hpc.job_file import validate
 from relax_hpc.launch import entry
+from relax_hpc.paths import RunPaths
+from relax_hpc.scale import steps
 
 MAIN = """
 import os, subprocess, sys, threading, time
@@ -67,6 +71,38 @@ def test_every_thread_of_a_task_and_what_it_starts_is_bound():
     command = [sys.executable, "-c", MAIN, str(first), str(second)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == f"[{second}] [{second}]\nCpus_allowed_list:\t{second}\n"
+
+
+@pytest.mark.parametrize(
+    ("per_task", "srun", "own"),
+    [(1, [], 4), (2, [], 2), (1, ["--cpu-bind=none"], None)],
+)
+def test_added_engines_of_one_node_see_all_of_it_and_take_parts(
+    per_task, srun, own, tmp_path, monkeypatch
+):
+    """Two nodes with two engines each and 4 CPUs a task, and two that are idle."""
+    resources = {"nodes": 2, "max_nodes": 4, "cpus_per_task": 4, "srun": srun}
+    pool = {"count": 4, "engines_per_task": per_task, "resources": resources}
+    run = {"name": "run", "run_root": str(tmp_path), "model": {"path": "m"}}
+    rest = {"prompts": {"train": "t"}, "schedule": {"num_steps": 1}}
+    config = validate({**run, **rest, "engines": {"rollout": pool}}, source="test")
+    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_0", "n[1-4]")
+    names = subprocess.CompletedProcess([], 0, "n1\nn2\nn3\nn4\n", "")
+    monkeypatch.setattr(steps, "output_of", lambda _: names)
+    started = []
+    monkeypatch.setattr(
+        steps.subprocess, "Popen", lambda line, **_: started.append(line[-1]) or FakeProcess()
+    )
+    scaled = steps.SlurmSteps(config, RunPaths(tmp_path / "run"), "7", "7.0")
+    scaled.start(Extra("extra-1", 1, scaled.nodes[0], 1, "PENDING", 0.0))
+    words = started[0].split()
+    assert {"--overlap", "--nodelist=n3", f"--cpus-per-task={8 // per_task}"} <= {*words}
+    told = [] if own is None else ["--on-node", "2", "--cpus", str(own)]
+    assert words[words.index("--gpus") + 2 :] == told
+
+
+class FakeProcess:
+    pid = os.getpid()
 
 
 def test_a_task_in_a_step_of_its_own_knows_its_place_on_the_node(monkeypatch):

@@ -62,6 +62,17 @@ def test_it_says_who_failed_why_where_and_what_was_done(run):
     assert (found.node, found.exit_code, found.attempt) == ("n2", 1, "7.0")
 
 
+def test_of_a_task_in_a_step_of_its_own_it_says_which_and_nothing_that_another_said(run):
+    """Task 0 has failed since task 1 began, and task 1 is killed without a word."""
+    started(run, 0, "n1", "TrainingError: not finite")
+    started(run, 1, "n2")
+    verdict.judge(run.run_dir, "7", "restarted", failed(code=137, ranks=(1,)))
+    assert words(run).startswith("actor-1: start 2 killed by SIGKILL on n2; started again in 1 s")
+    assert (verdict.read(run.run_dir).component, verdict.read(run.run_dir).error) == ("actor", "")
+    verdict.judge(run.run_dir, "7", "restarted", failed(ranks=(0, 1)))
+    assert words(run).startswith("actor: start 2 ended with exit code 1 on n1 (actor-0: Training")
+
+
 def test_of_a_killed_task_it_says_the_signal_and_no_error_of_an_earlier_start(run):
     started(run, 0, "n1", "TrainingError: of an earlier start")
     started(run, 1, "n2")
@@ -220,6 +231,18 @@ def test_the_script_tells_every_restart_and_the_end_in_order(tmp_path):
     assert [each["--failures"] for each in facts] == ["1", "2", "3"]
     assert [each.get("--next") for each in facts] == ["0.25", "0.5", None]
     assert {each["--component"] for each in facts} == {"actor"}
+
+
+def test_the_script_tells_which_tasks_a_step_has_where_these_are_not_all(tmp_path):
+    settings = "job_id=7 restart_window_s=1800 ask_controller=(true) max_restarts=0"
+    tell = f'tell() {{ echo "$*" >> {tmp_path}/told; }}'
+    step = "(one() { local ranks=(4 5); supervise actor 2 /nowhere -- false; }; one)"
+    text = "\n".join([settings, SUPERVISION, tell, step])
+    subprocess.run(["bash", "-c", text], capture_output=True, timeout=30, check=False)
+    [told] = (tmp_path / "told").read_text().splitlines()
+    assert " --ranks 4 5 --failures 1" in told
+    options = verdict._parse(["/run", "--job-id", "7", "--what", *told.split()])
+    assert (options.ranks, options.failures, options.component) == ([4, 5], 1, "actor")
 
 
 def test_a_run_goes_on_where_the_verdict_cannot_be_written():

@@ -180,6 +180,7 @@ supervise() {
     esac
     failed_as=(--component "$name" --start "$start" --code "$status" --since "$began")
     failed_as+=(--max-restarts "$max_restarts" --window "$restart_window_s")
+    [ -z "${ranks[*]}" ] || failed_as+=(--ranks "${ranks[@]}")
     echo "$(date +%FT%T) $name: start $start ended with exit code $status"
     [ "$status" -ne 0 ] || exit 0
     [ -z "$stopping" ] || exit "$status"
