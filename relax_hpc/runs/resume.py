@@ -87,15 +87,16 @@ def resume(
             write_json(paths.config_before(number), was.model_dump(mode="json"))
             write_json(paths.config, config.model_dump(mode="json"))
             say("\n".join(changes))
+        _deal(config, paths)
         with permissions.masked(permissions.UMASKS[config.launch.share]):
-            if isinstance(config, RunConfig) and paths.bus.header.exists():
-                layout.deal(paths.bus, config.producers)
             return submit.start(planned, config, paths, newest)
     except MaybeQueuedError:
         raise  # the claim stays: there may be a job
     except (OSError, RelaxError) as error:
         if changes:
             write_json(paths.config, was.model_dump(mode="json"))
+            with suppress(RelaxError):  # it may be this that could not be done
+                _deal(was, paths)
         paths.launch_claim(number).unlink()
         if isinstance(error, RelaxError):
             raise
@@ -103,6 +104,13 @@ def resume(
             f"{run_dir}: cannot be written to: {error.strerror}; nothing was started. "
             "Free space or quota and resume it again"
         ) from error
+
+
+def _deal(config: JobConfig, paths: RunPaths) -> None:
+    """Deals prompts that nobody has begun over the rollout tasks of a job, if it has others."""
+    if isinstance(config, RunConfig) and paths.bus.header.exists():
+        with permissions.masked(permissions.UMASKS[config.launch.share]):
+            layout.deal(paths.bus, config.producers)
 
 
 def _check_ended(

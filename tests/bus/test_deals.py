@@ -129,7 +129,7 @@ def test_a_task_goes_on_with_what_the_tasks_that_are_no_more_have_kept_and_fence
     old[2].put([group(2)])
     old[2].put_partial([group(5)])
     layout.deal(paths, names(2))
-    with Folders.open(paths, 0, {"job": 8}) as kept, Folders.open(paths, 1, {}) as other:
+    with Folders.open(paths, 0, 2, {"job": 8}) as kept, Folders.open(paths, 1, 2, {}) as other:
         assert kept.committed == {0, 2} and kept.partial.keys() == {5}
         assert other.committed == set() and other.partial.keys() == {1, 4}
         assert kept.partial_origin[5]["job"] == 7 and kept.times_kept(5) == 1
@@ -143,6 +143,16 @@ def test_a_task_goes_on_with_what_the_tasks_that_are_no_more_have_kept_and_fence
             with pytest.raises(FencedError):
                 producer.put([group(8)])
         assert kept.collect(6) == 5, "all shards of both folders"
+
+
+def test_tasks_of_another_number_than_prompts_are_dealt_over_do_not_begin(tmp_path):
+    paths = make_bus(tmp_path)
+    with (
+        pytest.raises(BusError, match="over 2 rollout tasks, this job has 3; cancel the run and"),
+        Folders.open(paths, 0, 3, {}),
+    ):
+        pass
+    assert paths.log("rollout-0").read_bytes() == b""
 
 
 def test_who_is_waited_for_is_the_task_that_there_is(tmp_path):
@@ -173,7 +183,10 @@ class Lives:
         layout.deal(self.paths, names(count))
         found = {}
         for task in range(count):
-            with pytest.raises(KeyboardInterrupt), Folders.open(self.paths, task, {}) as kept:
+            with (
+                pytest.raises(KeyboardInterrupt),
+                Folders.open(self.paths, task, count, {}) as kept,
+            ):
                 for guid, begun in kept.partial.items():
                     assert guid not in found, "one task goes on with it"
                     found[guid] = int(begun.trajectories[0].version_runs[0, 1])

@@ -112,7 +112,7 @@ def test_a_layout_is_checked_before_anything_is_queued(slurm, monkeypatch):
     assert len(looked) == 1
 
 
-def test_a_run_goes_on_with_other_rollout_tasks_and_back_if_nothing_was_started(slurm, monkeypatch):
+def test_a_run_goes_on_with_other_rollout_tasks_whoever_began_that_before(slurm, monkeypatch):
     paths = RunPaths(slurm.run_dir)
     bus, before = paths.bus, paths.config.read_bytes()
     monkeypatch.setattr(resume.preflight, "check", lambda *_, **__: None)
@@ -124,10 +124,16 @@ def test_a_run_goes_on_with_other_rollout_tasks_and_back_if_nothing_was_started(
     slurm.refuses("sbatch: error: too many")
     with pytest.raises(LaunchError):
         resume.resume(slurm.run_dir, overrides=["engines.rollout.count=3"])
-    assert paths.config.read_bytes() == before and layout.open_bus(bus).deals == ((0, 1), (2, 3))
+    assert paths.config.read_bytes() == before and layout.open_bus(bus).deals == ((0, 1),)
     (slurm.folder / "refusal").unlink()
-    assert resume.resume(slurm.run_dir).job_id == "9"
-    assert layout.open_bus(bus).deals == ((0, 1),)
+    with monkeypatch.context() as patched:  # killed before it started a job
+        patched.setattr(resume.submit, "start", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            resume.resume(slurm.run_dir, overrides=["engines.rollout.count=3"])
+    assert layout.open_bus(bus).deals == ((0, 1), (2, 3))
+    paths.launch_claim(2).unlink()
+    assert resume.resume(slurm.run_dir, overrides=["engines.rollout.count=2"]).job_id == "9"
+    assert layout.open_bus(bus).deals == ((0, 1), (2, 2))
 
 
 def test_media_are_decided_on_before_anything_is_queued(slurm, monkeypatch):

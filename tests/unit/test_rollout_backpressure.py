@@ -164,7 +164,7 @@ def test_a_folder_for_which_there_was_no_room_is_tried_again_and_the_others_are_
     with Producer(paths, "rollout-1", {}) as producer:
         producer.put([prompt_group(5)])
     layout.deal(paths, ["rollout-0"])
-    with Folders.open(paths, 0, {}) as folders:
+    with Folders.open(paths, 0, 1, {}) as folders:
         outbox, put = rollout.Outbox(folders, Events(), groups_per_shard=1), Producer.put
 
         def full(self, groups):

@@ -94,6 +94,7 @@ def _host(
         with Folders.open(
             paths.bus,
             number,
+            config.rollout_pool.num_hosts,
             provenance(config, context),
             compress=config.bus.compress,
             spares=SPARES,

@@ -12,6 +12,7 @@ from relax_hpc.bus import layout
 from relax_hpc.bus.credits import Owed
 from relax_hpc.bus.layout import Deals
 from relax_hpc.bus.producer import Producer
+from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
 from relax_hpc.schema import PromptGroup
 
@@ -33,6 +34,7 @@ class Folders:
         cls,
         paths: BusPaths,
         task: int,
+        size: int,
         provenance: Mapping[str, str | int],
         *,
         compress: Iterable[str] = (),
@@ -43,12 +45,18 @@ class Folders:
         Args:
             paths: of the bus.
             task: number of the rollout task.
+            size: rollout tasks that there are.
             provenance: as of `Producer`, like `compress` and `spares`.
 
         Raises:
-            BusError: as `Producer`.
+            BusError: as `Producer`, or prompts are dealt over another number of tasks.
         """
         header = layout.open_bus(paths)
+        if size != header.deals.num_tasks:
+            raise BusError(
+                f"{paths.header}: prompts are dealt over {header.deals.num_tasks} rollout tasks, "
+                f"this job has {size}; cancel the run and resume it"
+            )
         with ExitStack() as opened:
             kept = {
                 number: opened.enter_context(

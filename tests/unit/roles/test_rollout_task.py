@@ -175,8 +175,8 @@ def rolled_out(tmp_path, monkeypatch):
     made = {}
 
     @contextmanager
-    def opened(bus, task, provenance, **settings):
-        made.update(task=task, provenance=provenance, **settings)
+    def opened(bus, task, size, provenance, **settings):
+        made.update(task=task, size=size, provenance=provenance, **settings)
         yield "the producer"
 
     async def loop(config, paths, number, own, sources, producer, events, ending, idle):
@@ -210,7 +210,8 @@ def test_a_task_of_an_engine_over_several_nodes_is_the_producer_of_its_engine(ro
         engines__rollout__resources__nodes=4, engines__rollout__args={"tp_size": 2},
         bus__compress=["ragged/token_ids"],
     )  # fmt: skip
-    assert (made["task"], made["number"], made["own"]) == (1, 1, ["rollout-1"])
+    assert (made["task"], made["size"]) == (1, 2)
+    assert (made["number"], made["own"]) == (1, ["rollout-1"])
     assert (made["compress"], made["spares"]) == (["ragged/token_ids"], rollout_task.SPARES)
     told = made["provenance"]
     assert (told["run"], told["job"], told["component"]) == ("test", "7.0", "rollout")
