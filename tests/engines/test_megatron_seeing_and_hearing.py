@@ -44,7 +44,11 @@ from relax_hpc.roles.training.check import check_model, check_weights
 
 GRIDS = {
     "one": (1, {}, {}),
-    "one, small chunks": (1, {}, {"actor": {"tower_patches": 60}}),
+    "one, small chunks, features in host memory": (
+        1,
+        {},
+        {"actor": {"tower_patches": 60, "features_gib": 0}},
+    ),
     "tp2": (2, {"tensor_parallel": 2}, {}),
     "pp2": (2, {"pipeline_parallel": 2}, {}),
     "ep2": (2, {"data_parallel": 2, "expert_parallel": 2}, {}),
