@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from relax_hpc.config.reward import RewardConfig
 from relax_hpc.errors import ConfigError, shown
@@ -12,6 +13,12 @@ from relax_hpc.rewards.registry import Term
 from relax_hpc.rewards.reward import Deadline, Weighted
 from relax_hpc.rewards.scorer import limits_of
 
+WRONG = "I do not know."
+"""Response that is no answer, as a policy gives at first."""
+_TO_A_WRONG_ONE = (
+    "; more than reward.most_errors such responses would end the run: return a number, say 0.0, "
+    "for what is no answer"
+)
 
 def check(
     config: RewardConfig,
@@ -19,8 +26,8 @@ def check(
     pools: Collection[str] = (),
     of_others: Sequence[Sample] = (),
 ) -> None:
-    """Calls a plugin once, in a process as it will have; what is built in here, once its settings
-    are looked through.
+    """Calls a plugin, in a process as it will have, with the answer as the response and with a
+    wrong one; what is built in here with the answer, once its settings are looked through.
 
     One that asks engines is not called, since there are none yet, nor is a service.
 
@@ -75,11 +82,17 @@ def _try_built_in(term: Term, sample: Sample, deadline_s: float) -> None:
     _refuse(f"{term.key}.name = {term.name!r}", sample, asyncio.run(scores()))
 
 
-def _refuse(key: str, sample: Sample, scores: Sequence[Score]) -> None:
+def _refuse(key: str, sample: Sample, scores: Sequence[Score], remedy: str = "") -> None:
     for score in scores:
         if score.error is not None:
             said = f"scoring the response {shown(sample.response)} to a prompt of yours"
-            raise ConfigError(f"{key}: {said}, {score.error}")
+            raise ConfigError(f"{key}: {said}, {score.error}{remedy}")
+
+
+def _tried(samples: Sequence[Sample], most_errors: float) -> list[Sample]:
+    """What a plugin is called with: answers, and a wrong response, unless each may fail."""
+    wrong = [replace(samples[0], response=WRONG)] if most_errors < 1 else []
+    return [*samples, *wrong]
 
 
 async def _try(
@@ -91,7 +104,7 @@ async def _try(
         if worker.kind.pools is not None:
             _check_pools(key, worker.kind.pools, pools)
             return
-        for sample in samples:
+        for sample in _tried(samples, config.most_errors):
             group = [sample, sample] if worker.kind.sees_group else [sample]
             scores = await worker.ask(group)
             if any(score.error is not None for score in scores):
@@ -100,7 +113,8 @@ async def _try(
         scores = [failed(str(error))]
     finally:
         await worker.end()
-    _refuse(key, sample, scores)
+    remedy = _TO_A_WRONG_ONE if sample.response == WRONG else ""
+    _refuse(key, sample, scores, remedy)
 
 
 def _check_pools(key: str, asked: Collection[str], pools: Collection[str]) -> None:

@@ -31,7 +31,7 @@ def score(response: str, answer: str, *, faults: bool = True):
         kept.append(bytes(1 << 24))
 
 def broken(response, answer):
-    return float(response == answer) or 1 / 0
+    return float(response == answer or " " in response) or 1 / 0  # as check asks, too
 """
 STEPS, MANY_STEPS, PROMPTS, SIBLINGS, HELDOUT = 10, 30, 8, 8, 32
 

@@ -293,6 +293,20 @@ def test_a_reward_that_hangs_or_dies_on_a_response_is_refused():
     trial.check(reward("by_order"), Sample("abc"))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [("return float(int(response) == 1)", r"ValueError: invalid literal .* \(mine.py:2\); more"),
+     ("if response == answer: return 1.0", "TypeError: gave no number, .* but None; more than")],
+)  # fmt: skip
+def test_a_reward_that_fails_at_a_wrong_response_is_refused_unless_each_may(tmp_path, wrong, said):
+    path = tmp_path / "mine.py"
+    path.write_text(f"def score(response, answer):\n    {wrong}\n")
+    mine = RewardConfig(name=f"{path}:score")
+    with pytest.raises(ConfigError, match=f"the response 'I do not know.' .*{said}.*say 0.0"):
+        trial.check(mine, Sample("1", answer="1"))
+    trial.check(mine.model_copy(update={"most_errors": 1.0}), Sample("1", answer="1"))
+
+
 def test_a_reward_whose_import_takes_long_is_told_of(monkeypatch, caplog):
     monkeypatch.setattr(process, "TELL_S", 0.0)
     trial.check(reward("by_order"), Sample("abc"))
