@@ -20,6 +20,7 @@ _TO_A_WRONG_ONE = (
     "for what is no answer"
 )
 
+
 def check(
     config: RewardConfig,
     sample: Sample,

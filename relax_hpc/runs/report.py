@@ -189,8 +189,7 @@ def _of_rl(done: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         *([] if reward is None else [("reward", f"{reward:.3f} at step {done['steps_done']}")]),
         *_speed(done),
-        ("held-out", _heldout(done["heldout_before"], done["heldout_after"],
-                              done["heldout_newest"])),
+        *_heldout_sets(done),
         ("trajectories", f"{count['committed']} committed, {count['trained']} trained on, "
                          f"{count['trained_twice']} twice" + _dropped(count["dropped"])),
         *([("data", f"{done['rows_left_out']} rows left out, see left_out.jsonl")]
@@ -290,6 +289,15 @@ def _pace(run: RunStatus) -> str:
     last, left = done["last_step_time"], done["eta_s"]
     said = f", the last {_ago(last)}" if last else ""
     return said + (f", {duration(left)} to go" if left else "")
+
+
+def _heldout_sets(done: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows of the held-out sets, with their names where there are several."""
+    sets = done["heldout_sets"]
+    if len(sets) < 2:
+        keys = ("heldout_before", "heldout_after", "heldout_newest")
+        return [("held-out", _heldout(*(done[key] for key in keys)))]
+    return [("held-out", f"{_heldout(**each)} ({name})") for name, each in sets.items()]
 
 
 def _heldout(before: float | None, after: float | None, newest: dict[str, Any] | None) -> str:

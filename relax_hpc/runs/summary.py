@@ -208,17 +208,28 @@ def _of_sft(
 
 
 def _heldout(events: Sequence[Event], num_steps: int) -> dict[str, Any]:
+    """Scores of the job's first set, and by name those of each."""
+    named = {e["name"]: e["headline"] for e in events if e["event"] == "eval"}
+    sets = {
+        name: _of_set([e for e in events if e["event"] == "eval" and e["name"] == name], num_steps)
+        for name in sorted(named, key=lambda name: not named[name])
+    }
+    first = next((each for name, each in sets.items() if named[name]), _of_set([], num_steps))
+    return {f"heldout_{key}": value for key, value in first.items()} | {"heldout_sets": sets}
+
+
+def _of_set(events: Sequence[Event], num_steps: int) -> dict[str, Any]:
     """First score, that of the last policy, and the newest of those taken since the first."""
-    points = history.heldout(events)
+    points = history.heldout(events, every_set=True)
     before = [p.reward for p in points if p.when == "before"]
     # Of the run's last step: it may have had fewer steps before. Older versions wrote 0.
-    ends = [e for e in events if e["event"] == "eval" and e["number"] in (0, num_steps)]
-    after = [p.reward for p in history.heldout(ends) if p.when == "after"]
+    ends = [e for e in events if e["number"] in (0, num_steps)]
+    after = [p.reward for p in history.heldout(ends, every_set=True) if p.when == "after"]
     since = [p for p in points if p.when != "before"]
     return {
-        "heldout_before": before[0] if before else None,
-        "heldout_after": after[-1] if after else None,
-        "heldout_newest": {"step": since[-1].version, "value": since[-1].reward} if since else None,
+        "before": before[0] if before else None,
+        "after": after[-1] if after else None,
+        "newest": {"step": since[-1].version, "value": since[-1].reward} if since else None,
     }
 
 

@@ -181,7 +181,7 @@ RUNS = {
 def text(tmp_path):
     """`status` of a run of 30 steps that did some and was evaluated after others."""
 
-    def of(kind, steps, evaluated, failed=(), empty=()):
+    def of(kind, steps, evaluated, failed=(), empty=(), sets=("h",)):
         paths = RunPaths(tmp_path / kind)
         paths.root.mkdir(exist_ok=True)
         tree = {"name": kind, "model": {"path": "m"}} | RUNS[kind]
@@ -196,14 +196,10 @@ def text(tmp_path):
             for step, value in evaluated.items():
                 when = {0: "before", 30: "after"}.get(step, "during")
                 if kind == "rl":
-                    share = {
-                        "correct": 10 * value,
-                        "num_samples": 10,
-                        "headline": True,
-                        "name": "h",
-                    }
+                    share = {"correct": 10 * value, "num_samples": 10}
                     share |= {"number": step, "version": step, "version_max": step}
-                    events.emit("eval", when=when, **share)
+                    for name in sets:
+                        events.emit("eval", when=when, name=name, headline=name == "h", **share)
                 else:
                     events.emit("heldout", step=step, loss=value)
             for errors, samples, first in failed:
@@ -226,6 +222,15 @@ def test_the_newest_evaluation_is_after_only_what_the_run_ends_with(text, kind):
     assert "0.500 before, 0.750 at step 20" in text(kind, 25, {0: 0.5, 10: 0.6, 20: 0.75})
     assert "0.500 before, - after" in text(kind, 5, {0: 0.5})
     assert "0.500 before, 1.000 after" in text(kind, 30, {0: 0.5, 20: 0.75, 30: 1.0})
+
+
+def test_status_tells_each_of_several_held_out_sets_by_its_name_the_first_one_first(text):
+    said = text("rl", 30, {0: 0.5, 30: 1.0}, sets=("a", "h"))
+    assert [" ".join(line.split()) for line in said.splitlines() if "held-out" in line] == [
+        "held-out 0.500 before, 1.000 after (h)",
+        "held-out 0.500 before, 1.000 after (a)",
+    ]
+    assert "0.500 before, 1.000 after\n" in text("rl", 30, {0: 0.5, 30: 1.0})
 
 
 def test_status_counts_rewards_that_failed_and_says_why_the_first_did(text):

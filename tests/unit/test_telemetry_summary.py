@@ -161,6 +161,10 @@ def test_events_say_how_far_a_run_is(paths):
     found = summary.summarize(paths.root)
     assert found["heldout_newest"] == {"step": 10, "value": 0.75}
     assert (found["heldout_before"], found["heldout_after"]) == (0.25, 0.75)
+    assert found["heldout_sets"] == {
+        "h": {"before": 0.25, "after": 0.75, "newest": {"step": 10, "value": 0.75}},
+        "other": {"before": 1.0, "after": None, "newest": None},
+    }
 
 
 def test_what_was_scored_is_told_by_who_did(paths):
