@@ -197,9 +197,16 @@ def _explain(error: ValidationError, tree: dict[str, Any]) -> Iterator[str]:
             text = str(item["ctx"]["error"])
             yield f"{key} = {shown(item['input'])}: {text}" if key else text
         elif item["type"] == "model_type":
-            yield f"{key} = {shown(item['input'])}: is a table of settings; see jobs/"
+            inside = _inside(item["loc"], tree)
+            yield f"{key} = {shown(item['input'])}: is a table of settings; {inside}"
         else:
             yield f"{key} = {shown(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}"
+
+
+def _inside(loc: tuple[int | str, ...], tree: dict[str, Any]) -> str:
+    if loc[0] == "algorithm" and len(loc) > 1:  # of the parts that are chosen
+        return "see docs/algorithms.md"
+    return f"it takes {', '.join(_section(loc, _kind(tree)).model_fields)}"
 
 
 def _unknown(loc: tuple[int | str, ...], value: object, tree: dict[str, Any]) -> str:
@@ -217,9 +224,10 @@ def _unknown(loc: tuple[int | str, ...], value: object, tree: dict[str, Any]) ->
     return f"unknown key{_nearest(loc, kind)}"
 
 
-def _nearest(loc: tuple[int | str, ...], kind: type[JobConfig]) -> str:
+def _section(loc: tuple[int | str, ...], kind: type[JobConfig]) -> type[BaseModel]:
+    """The table at a place of a job."""
     section: type[BaseModel] = kind
-    path = iter(loc[:-1])
+    path = iter(loc)
     for part in path:
         annotation = section.model_fields[str(part)].annotation
         if get_origin(annotation) is dict:  # tables by name: [eval.NAME]
@@ -227,6 +235,11 @@ def _nearest(loc: tuple[int | str, ...], kind: type[JobConfig]) -> str:
             annotation = get_args(annotation)[1]
         kinds = (annotation, *get_args(annotation))  # of `Section | None`
         section = next(k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel))
+    return section
+
+
+def _nearest(loc: tuple[int | str, ...], kind: type[JobConfig]) -> str:
+    section = _section(loc[:-1], kind)
     prefix = "".join(f"{part}." for part in loc[:-1])
     known = list(section.model_fields)
     if section is RunConfig:

@@ -62,10 +62,12 @@ def decode_media(config: "JobConfig", say: Callable[[str], None]) -> None:
 
     from relax_hpc.config.run import RunConfig
     from relax_hpc.media.recipe import read_recipe
+    from relax_hpc.models.config_json import ConfigJson
     from relax_hpc.roles.rollout import decode_check, prompt_check
 
     if not isinstance(config, RunConfig):
         raise ConfigError("--decode: a job with [sft] has no prompts with media; leave it out")
+    ConfigJson(config.model.path)  # refused here if it is not there
     recipe = read_recipe(config.model.path, config.prompts.media)
     if recipe is None:
         raise ConfigError(

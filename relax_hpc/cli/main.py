@@ -137,14 +137,14 @@ def check(
         said = explained(config, explain) if explain else explained_job(config)
         typer.echo("\n".join(said))
         return
-    remarks = list[str]()
+    remarks, lacking = list[str](), list[str]()
     try:
         if decode:
             decode_media(config, remarks.append)
         config, components = resolve(config)
         use_slurm = mode_of(local=local) == "slurm"
         config = preflight.check(
-            config, components, use_slurm=use_slurm, say=remarks.append, to_start=False
+            config, components, use_slurm=use_slurm, say=remarks.append, lacks=lacking.append
         )
         if use_slurm:
             remarks.append(expected_start(config, components))
@@ -152,9 +152,12 @@ def check(
         if everything or not sys.stdout.isatty():
             typer.echo(config.model_dump_json(indent=2))
     finally:  # last, where they are seen
-        for each in remarks:
+        for each in (*remarks, *lacking):
             _remark(each)
-    _remark(f"nothing is wrong; next: {ctx.meta[_NEXT]}")
+    if lacking:
+        _remark(f"nothing else is wrong; where that is there: {ctx.meta[_NEXT]}")
+    else:
+        _remark(f"nothing is wrong; next: {ctx.meta[_NEXT]}")
 
 
 @app.command(

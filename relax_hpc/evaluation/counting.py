@@ -94,7 +94,7 @@ def check_k(k: int, num_samples: int) -> None:
     if not 1 <= k <= num_samples:
         raise ConfigError(
             f"k = {k}: there are {num_samples} samples of a prompt; "
-            f"use k from 1 to {num_samples}, or sample more"
+            f"use k from 1 to {num_samples}, or set samples_per_prompt of the set"
         )
 
 

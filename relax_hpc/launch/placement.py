@@ -224,6 +224,12 @@ def _check_options(component: Component, job: WholeJob) -> None:
             _check_entry(f"{key}.{program}[{number}] = {entry!r}", entry, of_both | own)
 
 
+_ASKS_FOR_GPUS = re.compile(
+    r"--(gres|tres-per-node|tres-per-task|tres-per-job)[=\s]+(.*,)?(gres[:/])?gpu\b"
+)
+"""Options by which a step would get GPUs that the run does not know of, and so compute on CPUs."""
+
+
 def _check_entry(said: str, entry: str, own: Mapping[str, str]) -> None:
     if not re.match("--?[A-Za-z]", entry):
         raise ConfigError(
@@ -231,6 +237,8 @@ def _check_entry(said: str, entry: str, own: Mapping[str, str]) -> None:
         )
     if re.search(r"[\n\r]", entry):
         raise ConfigError(f"{said}: has more than one line; write one option in each entry")
+    if _ASKS_FOR_GPUS.match(entry):
+        raise ConfigError(f"{said}: GPUs are set by {own['gpus-per-node']}; remove it here")
     name, _, value = entry.partition("=")
     is_one_value = value[:1] in ("'", '"') or re.search(r"\s", name)
     if not is_one_value and re.search(r"\s--[a-z][\w-]*(=|\s|$)", value):

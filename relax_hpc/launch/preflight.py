@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,12 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.launch import interpreter, known_runs, partitions, trial
 from relax_hpc.launch.placement import Component, sides
 from relax_hpc.roles import table
-from relax_hpc.roles.training.check import check_first_weights, check_model, check_weights
+from relax_hpc.roles.training.check import (
+    check_first_weights,
+    check_model,
+    check_rate,
+    check_weights,
+)
 
 _REMEDY = "choose a folder of yours that every node sees"
 # Slurm replaces %x in file names, and reads a backslash as "replace nothing".
@@ -30,7 +36,7 @@ def check(
     *,
     use_slurm: bool,
     say: Callable[[str], None] = _silent,
-    to_start: bool = True,
+    lacks: Callable[[str], None] = interpreter.refuse,
 ) -> JobConfig:
     """Refuses a run that cannot work. Its directory is looked at by `check_run_dir`.
 
@@ -39,8 +45,7 @@ def check(
         components: what the run asks for, site profile included.
         use_slurm: also ask Slurm whether partitions and GPUs exist.
         say: is told what is left to be checked when the job starts.
-        to_start: the run is about to begin; else `say` is told of packages and GPUs that are
-            missing here, since it may begin elsewhere.
+        lacks: is told of packages and GPUs that are missing here, and may refuse that.
 
     Returns:
         The run; how many steps the epochs of supervised fine-tuning are has been counted.
@@ -48,7 +53,6 @@ def check(
     Raises:
         ConfigError: the first mistake found.
     """
-    lacks = interpreter.refuse if to_start else say
     shape = check_model(config.model.path, config.actor)
     check_weights(config.model.path, shape)
     check_first_weights(config.model.weights, shape)
@@ -57,8 +61,11 @@ def check(
         config = role.checked(config, shape, say)
     check_boards(config)
     check_notify(config)
+    check_rate(config, say)
     for component in components:
         check_component(component)
+    doubt_times(components, say)
+    for component in components:
         interpreter.check(
             component.key, component.resources, use_slurm=use_slurm, say=say,
             packages=_packages(config, component), lacks=lacks,
@@ -193,6 +200,17 @@ def check_component(component: Component) -> None:
             f"{key}.gpus_per_node = {resources.gpus_per_node}: {component.tasks_per_node} tasks "
             f"run on each node; ask for {component.tasks_per_node}, or for more nodes"
         )
+
+
+def doubt_times(components: Sequence[Component], say: Callable[[str], None]) -> None:
+    """Says of "1:30", once, that Slurm reads minutes and seconds."""
+    keys = {each.resources.time: f"{each.key}.time" for each in reversed(components)}
+    for time, key in keys.items():
+        if time and re.fullmatch(r"\d+:\d+", time):
+            say(
+                f"{key} = {time!r}: is {partitions.minutes(time)} min, as Slurm reads it "
+                f'(minutes:seconds); hours are written "{time}:00"'
+            )
 
 
 def check_max_nodes(component: Component) -> None:

@@ -91,7 +91,7 @@ def _refuse(key: str, sample: Sample, scores: Sequence[Score], remedy: str = "")
 
 
 def _tried(samples: Sequence[Sample], most_errors: float) -> list[Sample]:
-    """What a plugin is called with: answers, and a wrong response, unless each may fail."""
+    """The samples that a plugin is called with: answers, and a wrong one, unless each may fail."""
     wrong = [replace(samples[0], response=WRONG)] if most_errors < 1 else []
     return [*samples, *wrong]
 

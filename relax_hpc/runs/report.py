@@ -248,7 +248,9 @@ def _to_go_on(run: RunStatus) -> list[tuple[str, str]]:
     """Tells what can be done; what no restart cures commonly is in the job or in a program."""
     again = f"relax-hpc resume {run.run_dir}"
     said = _ERROR.match(run.reason)
-    if not (said and getattr(getattr(errors, said[2], None), "is_final", False)):
+    kind = getattr(errors, said[2], None) if said else None
+    # A restart may cure an error of training, but those that there were did not.
+    if not (getattr(kind, "is_final", False) or kind is errors.TrainingError):
         return [("to go on", again)]
     return [
         ("to go on", "relax-hpc submit JOB --set name=NEW, with the job or the program corrected"),

@@ -172,7 +172,7 @@ def test_errors_are_red_on_a_terminal_unless_the_user_wants_none(job, plain):
         (["engines.rollout.placement=actor", "schedule.max_staleness=0", "engines.rollout.count=2"],
          "engines.rollout.count = 2: engines have 2 ranks, the actor has 1"),
         (["weights.quantize=fp8"], "weights.quantize = 'fp8': the embedded engine takes plain"),
-        (["reference.placement=own", "reference.path=nowhere"], "reference: model.path = "),
+        (["reference.placement=own", "reference.path=nowhere"], "reference.path = "),
     ],
     ids=["lanes", "quantized", "reference"],
 )  # fmt: skip

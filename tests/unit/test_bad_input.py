@@ -14,7 +14,7 @@ SETTINGS = {
         "schedule.max_staleness = -1: input should be greater than or equal to 0"
     ),
     "schedule.num_steps=many": "schedule.num_steps = 'many': input should be a valid integer",
-    "algorithm=3": "algorithm = 3: is a table of settings; see jobs/",
+    "algorithm=3": "algorithm = 3: is a table of settings; it takes preset, aggregation,",
     "model.dtype=float64": "model.dtype = 'float64': input should be 'float32', 'bfloat16' or",
     "name=a/b": "name = 'a/b': string should match pattern",
     "engines.rollout.args.x={a=1}": "args.x = {'a': 1}: is a table; a number, a string",
@@ -42,6 +42,15 @@ SETTINGS = {
     ),
     "rollout.environment=two_turns": "no such environment; use single_turn, program, or name",
     "rollout.environment=mine.py:Mine": "cannot be made: FileNotFoundError",
+    "eval.heldout.samples_per_prompt=4": (
+        "eval.heldout.samples_per_prompt = 4: are all alike, since temperature = 0 is greedy; set"
+    ),
+    "eval.path=x": "eval.path = 'x': is eval.heldout.path now; use that",
+    "model=x": "model = 'x': is a table of settings; it takes path, weights, dtype",
+    "eval.heldout=3": "eval.heldout = 3: is a table of settings; it takes path, columns, every,",
+    "algorithm.loss=3": "algorithm.loss = 3: is a table of settings; see docs/algorithms.md",
+    "schedule.epochs=2": "unknown key; a run has schedule.num_steps: rows x epochs",
+    "engines.judge.model=nowhere": "engines.judge.model = '",
     "eval.every=20": "eval.every = 20: is eval.heldout.every now; use that",
     "eval.heldout.evry=20": "unknown key; did you mean eval.heldout.every?",
     "engines.rollout.args.num_thread=2": "did you mean num_threads?",

@@ -62,6 +62,21 @@ def test_where_kernels_are_kept_is_said_and_a_place_of_others_is_refused(check, 
         check(*asked, terminal=False)
 
 
+def test_what_submit_would_refuse_for_want_of_a_package_is_not_called_right(check):
+    said = check("--set", "engines.rollout.kind=sglang", terminal=False).err.splitlines()
+    assert "has no sglang; install sglang into that environment" in said[-2]
+    assert said[-1].startswith("nothing else is wrong; where that is there: relax-hpc submit job")
+
+
+@pytest.mark.parametrize(("steps", "is_said"), [(9, True), (10, False)])
+def test_a_warm_up_that_is_longer_than_the_run_is_told_of(check, steps, is_said):
+    asked = ("actor.optimizer.warmup_steps=10", f"schedule.num_steps={steps}")
+    asked = ("actor.optimizer.lr=1e-5", *asked)
+    said = check(*(word for each in asked for word in ("--set", each)), terminal=False).err
+    told = "learns in 9 steps, so the learning rate rises to 9e-06 only, not to 1e-05\n"
+    assert (told in said, "rises" in said) == (is_said, is_said)
+
+
 def test_a_name_in_use_is_said_after_all_else(check, capsys):
     Path("runs/run").mkdir(parents=True)
     with pytest.raises(Exception, match="say --set name=run-2"):

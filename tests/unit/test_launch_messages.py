@@ -97,10 +97,10 @@ def fail(run, **events):
 
 
 def test_a_failed_run_says_which_component_failed_how_and_why_and_what_to_do(run):
-    fail(run, actor=["ValueError: old", "TrainingError: not finite\nmore"], rollout=["KeyError: x"])
+    fail(run, actor=["ValueError: old", "BusError: not finite\nmore"], rollout=["KeyError: x"])
     lines = [line.strip() for line in cli("status", run.run_dir).output.splitlines()]
     assert lines[0] == "run: FAILED"
-    why = "actor failed 2 times, exit code 3: actor-2: TrainingError: not finite"
+    why = "actor failed 2 times, exit code 3: actor-2: BusError: not finite"
     assert f"reason        {why}" in lines
     assert f"see           {run.run_dir}/submission/7_batch.log" in lines
     assert f"to go on      relax-hpc resume {run.run_dir}" in lines
@@ -121,7 +121,7 @@ def test_what_no_restart_cures_is_not_blamed_on_whoever_was_ended_for_it(run):
 
 FINAL = {
     "RewardError": True, "ConfigError": True, "MismatchError": True, "SpreadError": True,
-    "TrainingError": False, "KeyError": False, "first_line": False,
+    "TrainingError": True, "KeyError": False, "first_line": False,
 }  # fmt: skip
 
 

@@ -139,6 +139,17 @@ def test_tasks_that_would_share_a_gpu_and_times_slurm_cannot_read_are_refused():
         preflight.check_component(Component("actor", 1, Resources(time="tomorrow")))
 
 
+def test_hours_that_slurm_would_read_as_minutes_are_told_of_once():
+    said = list[str]()
+    times = ["1:30", "1:30", "90", "1:30:00", None]
+    parts = [Component(f"c{n}", 1, Resources(time=time)) for n, time in enumerate(times)]
+    preflight.doubt_times(parts, said.append)
+    assert said == [
+        "c0.resources.time = '1:30': is 2 min, as Slurm reads it (minutes:seconds); hours are "
+        'written "1:30:00"'
+    ]
+
+
 def test_nodes_for_later_are_rollouts_counted_and_not_fewer_than_it_starts_with():
     with pytest.raises(ConfigError, match=r"actor.resources.max_nodes = 2: only rollout can be"):
         preflight.check_component(Component("actor", 1, Resources(max_nodes=2)))

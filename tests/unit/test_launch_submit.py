@@ -140,7 +140,7 @@ def test_engines_weights_and_the_reference_are_looked_at_before_the_job(tmp_path
             "engines": {"rollout": pool}, "schedule": steps,
         },
         "weights.quantize = 'fp8': the embedded engine": {"weights": {"quantize": "fp8"}},
-        f"reference: model.path = {other}: has neither model.safetensors": {
+        f"reference.path = {other}: has neither model.safetensors": {
             "reference": {"path": str(other), "placement": "actor"},
             "schedule": steps,
             "algorithm": {"kl": {"coefficient": 0.1}},

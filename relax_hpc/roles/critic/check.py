@@ -3,7 +3,12 @@
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.architecture import Architecture
-from relax_hpc.roles.training.check import check_first_weights, check_model, check_weights
+from relax_hpc.roles.training.check import (
+    check_first_weights,
+    check_model,
+    check_weights,
+    of_key,
+)
 
 
 def check_critic(config: RunConfig, shape: Architecture) -> None:
@@ -21,7 +26,7 @@ def check_critic(config: RunConfig, shape: Architecture) -> None:
         found = check_model(model.path, critic.megatron(config.actor))
         check_weights(model.path, found)
     except ConfigError as error:
-        raise ConfigError(f"critic: {error}") from None
+        raise of_key("critic.path", error) from None
     if found.vocab_size != shape.vocab_size:
         raise ConfigError(
             f"critic.path = {str(critic.path)!r}: vocab_size is {found.vocab_size} in its "

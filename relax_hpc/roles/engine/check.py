@@ -8,7 +8,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.models import registry
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.models.fields import CAUSAL
-from relax_hpc.roles.training.check import check_weights
+from relax_hpc.roles.training.check import check_weights, of_key
 
 
 def check_pools(config: RunConfig) -> None:
@@ -25,7 +25,7 @@ def check_pools(config: RunConfig) -> None:
             shape = registry.read_architecture(path)
             check_weights(path, shape)
         except ConfigError as error:
-            raise ConfigError(f"engines.{name}.model = '{path}': {error}") from None
+            raise of_key(f"engines.{name}.model", error) from None
         check_engine(pool, shape, name=name)
 
 

@@ -35,6 +35,7 @@ def check(config: RunConfig, shape: Architecture, say: Say) -> RunConfig:
     check_engine(config.rollout_pool, shape, routed_experts=config.replays_routing)
     check_lease(config)
     quantized.check(config, shape)
+    check_evaluations(config)
     check_prompts(config, say)
     return config
 
@@ -70,6 +71,18 @@ def check_lease(config: RunConfig) -> None:
             'engines.rollout.placement = "actor" say which part of what the actor leaves free '
             "engines may take, e.g. 0.7"
         )
+
+
+def check_evaluations(config: RunConfig) -> None:
+    """Several responses to a held-out prompt differ."""
+    if config.rollout.environment != "single_turn":
+        return  # what it says may differ
+    for name, held in config.eval.items():
+        if held.samples_per_prompt > 1 and not held.temperature:
+            raise ConfigError(
+                f"eval.{name}.samples_per_prompt = {held.samples_per_prompt}: are all alike, since "
+                f"temperature = 0 is greedy; set eval.{name}.temperature, say to 1, or sample one"
+            )
 
 
 def check_prompts(config: RunConfig, say: Say) -> None:

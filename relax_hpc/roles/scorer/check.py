@@ -10,6 +10,7 @@ from relax_hpc.roles.training.check import (
     check_sees_alike,
     check_weights,
     check_window,
+    of_key,
 )
 
 
@@ -25,7 +26,7 @@ def check_reference(config: RunConfig, shape: Architecture) -> None:
         )
         check_weights(path, found)
     except ConfigError as error:
-        raise ConfigError(f"reference: {error}") from None
+        raise of_key("reference.path", error) from None
     check_sees_alike(config, path, "reference.path")
     check_window(config, f"reference.path = {str(path)!r}", found, shape)
     of_length = {"max_positions", "is_window"}

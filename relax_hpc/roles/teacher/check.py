@@ -13,6 +13,7 @@ from relax_hpc.roles.training.check import (
     check_sees_alike,
     check_weights,
     check_window,
+    of_key,
 )
 
 SAMPLE = 64
@@ -33,7 +34,7 @@ def _check_model(config: RunConfig, name: str, shape: Architecture) -> None:
         found = check_model(path, teacher.megatron(config.actor, name))
         check_weights(path, found)
     except ConfigError as error:
-        raise ConfigError(f"teachers.{name}: {error}") from None
+        raise of_key(f"teachers.{name}.path", error) from None
     check_sees_alike(config, path, f"teachers.{name}.path")
     if shape.vision and teacher.prompt:
         raise ConfigError(

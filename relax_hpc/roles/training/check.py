@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from relax_hpc import user_files
@@ -36,6 +37,15 @@ def check_model(path: Path, config: MegatronConfig) -> Architecture:
         fit.check_frozen(config.frozen, shape, config.layout)
         fit.check_lora(config.lora, config.frozen, shape)
     return shape
+
+
+def of_key(key: str, error: ConfigError) -> ConfigError:
+    """Returns what is wrong with a model, said of the key of the job that names it."""
+    said = str(error).removeprefix("model.path = ")
+    section = key.rpartition(".")[0]
+    if said != str(error):
+        return ConfigError(f"{key} = {said}")
+    return ConfigError(said if said.startswith(section) else f"{section}: {said}")
 
 
 def check_sees_alike(config: RunConfig, path: Path, key: str) -> None:
@@ -105,6 +115,20 @@ def check_first_weights(
         check_fits(folder, shape, has_vocabulary=has_vocabulary)
     except (CheckpointError, ConfigError) as error:
         raise ConfigError(f"{key}: {error}; {remedy}") from None
+
+
+def check_rate(config: JobConfig, say: Callable[[str], None]) -> None:
+    """Says that the run is over before the learning rate has risen."""
+    optimizer, steps = config.actor.optimizer, config.num_steps
+    if isinstance(config, RunConfig):
+        steps -= config.steps_of_critic_alone
+    if optimizer.warmup_steps > steps:
+        reached = optimizer.lr * steps / optimizer.warmup_steps
+        say(
+            f"actor.optimizer.warmup_steps = {optimizer.warmup_steps}: the policy learns in "
+            f"{steps} steps, so the learning rate rises to {reached:.3g} only, not to "
+            f"{optimizer.lr:g}"
+        )
 
 
 def check_trainer(config: JobConfig) -> None:
