@@ -26,6 +26,7 @@ from relax_hpc.records import read_bytes
 from relax_hpc.sections import NAME, Resources, WholeJob
 
 _FEW = 2
+_IN_NAMES = "use letters of a to z, digits, - and _, a letter first"
 """Keys of one name in other sections that are told."""
 
 
@@ -199,6 +200,8 @@ def _explain(error: ValidationError, tree: dict[str, Any]) -> Iterator[str]:
         elif item["type"] == "model_type":
             inside = _inside(item["loc"], tree)
             yield f"{key} = {shown(item['input'])}: is a table of settings; {inside}"
+        elif item["type"] == "string_pattern_mismatch":
+            yield f"{key} = {shown(item['input'])}: {_IN_NAMES}"
         else:
             yield f"{key} = {shown(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}"
 

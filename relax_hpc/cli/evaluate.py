@@ -109,11 +109,17 @@ def _score(
 
 
 def _files(sets: list[str]) -> dict[str, str]:
+    from relax_hpc.config.run import RunConfig
+
     found = dict[str, str]()
     for each in sets:
         name, sep, path = each.partition("=")
         if not (sep and name and path):
             raise ConfigError(f"--set {each}: of a model, name a file too: NAME=FILE")
+        if name.partition(".")[0] in RunConfig.model_fields and not Path(path).exists():
+            raise ConfigError(
+                f"--set {each}: of a model this names a set and its file; a key is --key {each}"
+            )
         if name in found:
             raise ConfigError(f"--set {each}: there are two of that name; give each its own")
         found[name] = path

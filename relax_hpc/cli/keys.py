@@ -43,8 +43,16 @@ def matching(section: str) -> list[Key]:
         return found
     names = {name for key in known for name in _prefixes(key.name)}
     close = difflib.get_close_matches(section, names, n=1)
-    hint = f"did you mean {close[0]}?" if close else "relax-hpc keys lists them all"
+    same = [key.name for key in known if key.name.endswith(f".{section}")]
+    if 1 <= len(same) <= _FEW:
+        hint = f"did you mean {' or '.join(same)}?"
+    else:
+        hint = f"did you mean {close[0]}?" if close else "relax-hpc keys lists them all"
     raise ConfigError(f"{section}: no key of a job; {hint}")
+
+
+_FEW = 3
+"""Keys of a name that are told of, where somebody asks for the name alone."""
 
 
 def explained(job: BaseModel, section: str) -> Iterator[str]:

@@ -16,6 +16,7 @@ from relax_hpc.launch.submit import make_run_dir, resolve
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.rollout import alone, broken_media
+from relax_hpc.roles.rollout.check import check_evaluations
 from relax_hpc.roles.rollout.decode_check import Advance
 from relax_hpc.roles.task import allow_open_files
 from relax_hpc.sections import INT32
@@ -133,6 +134,7 @@ def evaluate(
                 check_k(k, each.samples_per_prompt)
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from None
+    check_evaluations(config)
     sources = alone.read(config, say)
     paths = RunPaths(config.run_dir)
     with permissions.masked(permissions.UMASKS[config.launch.share]):

@@ -246,7 +246,7 @@ def _verdict(run: RunStatus) -> list[tuple[str, str]]:
 
 def _to_go_on(run: RunStatus) -> list[tuple[str, str]]:
     """Tells what can be done; what no restart cures commonly is in the job or in a program."""
-    again = f"relax-hpc resume {run.run_dir}"
+    again = f"relax-hpc resume {run.run_dir}" + " --local" * (run.mode == "local")
     said = _ERROR.match(run.reason)
     kind = getattr(errors, said[2], None) if said else None
     # A restart may cure an error of training, but those that there were did not.

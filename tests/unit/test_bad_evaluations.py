@@ -18,6 +18,8 @@ REFUSED = {
     ("model", "--set", "=heldout.jsonl"): "--set =heldout.jsonl: of a model, name a file too",
     ("model", "--set", "h=none.jsonl"): "eval.h.path: ",
     ("model", *SET, "--k", "1,5", "--samples", "4"): "heldout: k = 5: there are 4 samples of a",
+    ("model", *SET, "--samples", "4"): "eval.heldout.samples_per_prompt = 4: are all alike, since",
+    ("model", "--set", "model.dtype=float32"): "is --key model.dtype=float32",
     ("model", *SET, "--k", "two"): "--k two: is no list of numbers; write --k 1,4",
     ("model", *SET, "--samples", "0"): "eval.heldout.samples_per_prompt = 0: ",
     ("model", *SET, "--top-p", "1.5"): "eval.heldout.top_p = 1.5: ",

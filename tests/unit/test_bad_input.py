@@ -16,7 +16,7 @@ SETTINGS = {
     "schedule.num_steps=many": "schedule.num_steps = 'many': input should be a valid integer",
     "algorithm=3": "algorithm = 3: is a table of settings; it takes preset, aggregation,",
     "model.dtype=float64": "model.dtype = 'float64': input should be 'float32', 'bfloat16' or",
-    "name=a/b": "name = 'a/b': string should match pattern",
+    "name=a/b": "name = 'a/b': use letters of a to z, digits, - and _, a letter",
     "engines.rollout.args.x={a=1}": "args.x = {'a': 1}: is a table; a number, a string",
     "rollout.routed_experts=true": (
         "rollout.routed_experts = true: the embedded engine has no experts; use engines.rollout"

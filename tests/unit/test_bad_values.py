@@ -42,7 +42,7 @@ VALUES = {
     "run_root=' '": "run_root = ' ': is no path; name a file or a folder",
     "run_root=$HOME/runs": "run_root = '$HOME/runs': variables are not put in; write the path out",
     f"name={'n' * 300}": "string should have at most 200 characters",
-    "name=größe": "name = 'größe': string should match pattern",
+    "name=größe": "name = 'größe': use letters of a to z, digits",
     "rollout.x=1": "rollout.x = 1: unknown key; rollout takes environment, samples",
     "actor.resources.x=1": "actor.resources.x = 1: unknown key; actor.resources takes partition,",
     "actor.lr=1": "actor.lr = 1: unknown key; here it is actor.optimizer.lr",

@@ -274,6 +274,8 @@ def test_keys_lists_every_setting_and_names_the_nearest():
     }
     error = CliRunner().invoke(app, ["keys", "actor.optmizer"]).exception
     assert str(error) == "actor.optmizer: no key of a job; did you mean actor.optimizer?"
+    error = CliRunner().invoke(app, ["keys", "lr"]).exception
+    assert str(error) == "lr: no key of a job; did you mean actor.optimizer.lr or critic.lr?"
 
 
 def test_each_test_that_the_page_on_security_names_is_there():

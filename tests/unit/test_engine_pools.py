@@ -36,7 +36,7 @@ def test_every_job_has_the_pool_that_follows_the_policy_and_others_stay_as_they_
         ({"engines__judge__count": 3, "engines__judge__engines_per_task": 2}, "engines.judge.engi"),
         ({"engines__judge__nodes_per_engine": 2}, "engines.judge.nodes_per_engine = 2: the embed"),
         ({"engines__judge__resources__nodes": 2}, "engines.judge.count = 1: does not divide over"),
-        ({"engines__Judge__count": 1}, "engines.Judge.[key] = 'Judge': string should match"),
+        ({"engines__Judge__count": 1}, "engines.Judge.[key] = 'Judge': use letters of a to z,"),
         ({"engines__judge__kimd": "sglang"}, "unknown key; did you mean engines.judge.kind?"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 from matplotlib.figure import Figure
@@ -212,6 +213,7 @@ def text(tmp_path):
             | {"components": (), "engines": (), "doing": (), "reason": ""}
             | ({"earlier": {}} if "earlier" in status.RunStatus.__dataclass_fields__ else {})
         )
+        of.run = run
         return report.text(run)
 
     return of
@@ -231,6 +233,13 @@ def test_status_tells_each_of_several_held_out_sets_by_its_name_the_first_one_fi
         "held-out 0.500 before, 1.000 after (a)",
     ]
     assert "0.500 before, 1.000 after\n" in text("rl", 30, {0: 0.5, 30: 1.0})
+
+
+@pytest.mark.parametrize(("mode", "option"), [("local", " --local"), ("slurm", "")])
+def test_a_run_of_this_machine_is_resumed_on_it_wherever_slurm_is(text, mode, option):
+    text("rl", 1, {})
+    run = replace(text.run, state="FAILED", mode=mode)
+    assert f"  to go on      relax-hpc resume {run.run_dir}{option}\n" in report.text(run)
 
 
 def test_status_counts_rewards_that_failed_and_says_why_the_first_did(text):
