@@ -16,6 +16,7 @@ from relax_hpc.prompts.files import open_rows
 from relax_hpc.prompts.order import Epochs
 from relax_hpc.prompts.rows import Row, Rows, is_list_of_objects
 from relax_hpc.prompts.template import Message
+from relax_hpc.prompts.tokenizer import refuse_unknown
 from relax_hpc.schema import NO_SPANS, Array, Medium
 
 if TYPE_CHECKING:
@@ -92,17 +93,20 @@ class Documents:
         tokenizer: "PreTrainedTokenizerBase",
         sft: SftConfig,
         rows: Rows | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """Opens the file; documents are checked and tokenized when they are asked for.
 
         Args:
             rows: of the file, if it was opened before.
+            vocab_size: of the model, where that is known: it has no token beyond.
 
         Raises:
             ConfigError: the file cannot be used.
         """
         self._path, self._tokenizer, self._sft = path, tokenizer, sft
         self._rows = rows or open_rows(path)
+        self._vocab_size = vocab_size
         self._chat = ChatTemplate(tokenizer) if tokenizer.chat_template else None
         self._order = Epochs(self._rows.blocks, sft.shuffle_seed)
 
@@ -124,6 +128,8 @@ class Documents:
         """
         row = self._rows[index]
         token_ids, mask = self._encode(row)
+        if self._vocab_size is not None:
+            refuse_unknown(row.where, token_ids, self._vocab_size, self._tokenizer)
         limit, is_long = self._sft.max_tokens, len(token_ids) > self._sft.max_tokens
         if is_long and self._sft.too_long == "error":
             raise ConfigError(

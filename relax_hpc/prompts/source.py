@@ -19,6 +19,7 @@ from relax_hpc.prompts.order import Blocks, Order
 from relax_hpc.prompts.record import Record, as_messages
 from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.template import Message
+from relax_hpc.prompts.tokenizer import refuse_unknown
 from relax_hpc.schema import Medium
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class PromptSource:
         shuffle_seed: int | None,
         settings: PromptsConfig,
         media: MediaTokens | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """Reads nothing: prompts are read and tokenized when they are asked for.
 
@@ -91,6 +93,7 @@ class PromptSource:
             shuffle_seed: of the order; None keeps that of the files.
             settings: what becomes of a row.
             media: how they become tokens; None of a model that reads text only.
+            vocab_size: of the model, where that is known: it has no token beyond.
 
         Raises:
             ConfigError: the sources cannot be mixed.
@@ -98,6 +101,7 @@ class PromptSource:
         self.tokenizer, self.records = tokenizer, records
         self._settings = settings
         self._media = media
+        self._vocab_size = vocab_size
         self.conversation = Conversation(
             tokenizer,
             chat_template=settings.chat_template,
@@ -281,6 +285,8 @@ class PromptSource:
         count = len(found.token_ids)
         if not count:
             raise ConfigError(f"{where}: the prompt makes no tokens; write another, or remove it")
+        if self._vocab_size is not None:
+            refuse_unknown(where, found.token_ids, self._vocab_size, self.tokenizer)
         if count > self._settings.max_prompt_tokens:
             skip = '; prompts.bad_rows = "skip" leaves such lines out'
             raise ConfigError(

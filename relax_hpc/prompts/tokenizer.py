@@ -1,10 +1,11 @@
 """The tokenizer of a Hugging Face folder, without asking any network."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from relax_hpc import records, user_files
-from relax_hpc.errors import ConfigError, first_line
+from relax_hpc.errors import ConfigError, first_line, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,6 +63,25 @@ def load(model_path: Path) -> "PreTrainedTokenizerBase":
                 f"{model_path / _TEMPLATE}: has no text chat_template; download it again"
             )
     return cast("PreTrainedTokenizerBase", found)
+
+
+def refuse_unknown(
+    where: str, token_ids: Iterable[int], vocab_size: int, tokenizer: "PreTrainedTokenizerBase"
+) -> None:
+    """Refuses a row with a token that the model has not, as where tokens were added to a tokenizer
+    alone: an engine or a trainer would end with it.
+
+    Raises:
+        ConfigError: names the row and the token.
+    """
+    highest = int(max(token_ids, default=-1))
+    if highest >= vocab_size:
+        text = tokenizer.decode([highest])
+        raise ConfigError(
+            f"{where}: has token {highest} ({shown(text)}), and the model has {vocab_size} "
+            "(vocab_size in its config.json); use the model's own tokenizer, or a model with rows "
+            "for the tokens that were added"
+        )
 
 
 def _tokenizer_class(model_path: Path) -> Any:  # noqa: ANN401

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from relax_hpc.models.registry import read_architecture
 from relax_hpc.prompts.rows import sample
+from relax_hpc.prompts.tokenizer import load
 
 GOOD = json.dumps({"prompt": "1+1=", "answer": "2"})
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -44,6 +46,29 @@ def test_a_line_that_is_no_prompt_is_named_as_editors_count(refused, key, line):
     setting = {"train": "prompts.train", "heldout": "eval.heldout.path"}[key]
     assert said.startswith(f"{setting}: {Path(f'{key}.jsonl').absolute()}, line 4: ")
     assert PROMPTS[line] in said and "\n" not in said and len(said) < 500
+
+
+SFT = """
+name = "run"
+model = { path = "model", dtype = "float32" }
+sft = { train = "train.jsonl", batch_size = 1, num_steps = 1 }
+"""
+
+
+@pytest.mark.parametrize("more", [None, SFT], ids=["prompts", "documents"])
+def test_a_token_that_the_model_has_not_is_named_with_its_line(refused, more):
+    """Tokens were added to the tokenizer alone."""
+    tokens = load(Path("model"))
+    free = read_architecture(Path("model")).vocab_size - len(tokens)
+    tokens.add_tokens([f"<|new{n}|>" for n in range(free + 1)])
+    tokens.save_pretrained("model")
+    if more:
+        Path("job.toml").write_text(more)
+    rows = [{"prompt": f"<|new{n}|>", "answer": "2"} for n in (free - 1, free)]
+    Path("train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    said = refused("submit", "job.toml", "--local")
+    assert f"train.jsonl, line 2: has token {len(tokens) - 1} " in said
+    assert f"('<|new{free}|>'), and the model has {len(tokens) - 1} (vocab_size" in said
 
 
 @pytest.mark.parametrize("template", ["true", "false"])

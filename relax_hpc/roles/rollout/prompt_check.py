@@ -175,10 +175,13 @@ def sources_of(config: RunConfig, files: Files, tokenizer: "PreTrainedTokenizerB
             "set it to false, or add a chat_template.jinja"
         )
 
+    vocab_size = read_architecture(config.model.path).vocab_size
+
     def source(records: Records, shuffle_seed: int | None) -> PromptSource:
         return PromptSource(
-            records, tokenizer, shuffle_seed=shuffle_seed, settings=settings, media=media
-        )
+            records, tokenizer, shuffle_seed=shuffle_seed, settings=settings, media=media,
+            vocab_size=vocab_size,
+        )  # fmt: skip
 
     train = source(files.train, config.seed)
     train.conversation.check_args("prompts.template_args", settings.template_args)

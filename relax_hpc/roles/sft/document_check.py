@@ -156,9 +156,10 @@ def _check(
     def tokens(documents: Documents, indices: Sequence[int]) -> list[int]:
         return [len(documents.document(index).token_ids) for index in indices]
 
+    vocab_size = read_architecture(config.model.path).vocab_size
     lengths = []
     for each, indices in zip(files, chosen, strict=True):
-        documents = Documents(each.path, tokenizer, config.sft, each.rows)
+        documents = Documents(each.path, tokenizer, config.sft, each.rows, vocab_size)
         lengths.append(_named(each.key, partial(tokens, documents, indices)))
         count = config.sft.heldout_documents if each.key == "heldout" else len(documents)
         _named(each.key, partial(_check_left, config, documents, count))
