@@ -50,13 +50,14 @@ def progress(run_dir: Path) -> Iterator[str]:
 def text(run: RunStatus) -> str:
     """Components and achievements, a line each."""
     lines = [f"{run.name}: {run.state}" + (f" ({run.queue})" if run.queue else "")]
+    width = max([9, *(len(c.name) for c in run.components)])
     lines += [
-        f"  {c.name:<9} {c.job_id}  {c.state.lower()}, {c.finished_tasks} of {c.tasks} tasks done"
-        + (f", on {c.nodes}" if c.nodes else "")
+        f"  {c.name:<{width}} {c.job_id}  {c.state.lower()}, "
+        f"{c.finished_tasks} of {c.tasks} tasks done" + (f", on {c.nodes}" if c.nodes else "")
         for c in run.components
     ]
     lines += [
-        f"  {row.id:<9} engine of {row.pool}, {row.state.lower()}"
+        f"  {row.id:<{width}} engine of {row.pool}, {row.state.lower()}"
         + (f" on {row.node}" if row.node else "")
         + (f", {engine_rows.weights(row)}" if row.version is not None else "")
         + (f": {row.reason}" if row.reason else "")
@@ -82,7 +83,8 @@ def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
         if path.exists() and done["steps_done"]:
             rows.append((name, str(path)))
             rows.append(("tensorboard", f"tensorboard --logdir {paths.tensorboard}"))
-    return [f"  {name:<14}{value}" for name, value in rows if value]
+    width = max([13, *(len(name) for name, value in rows if value)])
+    return [f"  {name:<{width}} {value}" for name, value in rows if value]
 
 
 def _doing(run: RunStatus) -> list[tuple[str, str]]:

@@ -172,6 +172,7 @@ def test_every_sample_is_kept_in_a_file_of_the_evaluation_for_the_runs_owner(tmp
     assert Share.of(rows) == Share(7, 8, 1.0, 4)
 
 
+LONG = "teacher-of-mathematics"
 RUNS = {
     "rl": {"prompts": {"train": "t"}, "schedule": {"num_steps": 30}},
     "sft": {"sft": {"train": "t", "batch_size": 1, "num_steps": 30}},
@@ -252,6 +253,17 @@ def test_status_counts_rewards_that_failed_and_says_why_the_first_did(text):
         "reward errors 2 of 100 (first: a bug)",
         "reward errors 7 of 8 held-out (first: held-out bug)",
     ]
+
+
+def test_a_long_name_of_a_component_moves_what_stands_beside_it(text):
+    text("rl", 5, {})
+    of = [status.ComponentStatus(name, "7", 1, 0, "RUNNING", "n1") for name in ("actor", LONG)]
+    run = replace(text.run, components=of, progress=text.run.progress | {"scored": {LONG: 3}})
+    rows = report.text(run).splitlines()
+    assert [row.index(" 7  running") for row in rows[1:3]] == [2 + len(LONG)] * 2
+    [scored] = [row for row in rows if "3 trajectories scored" in row]
+    [steps] = [row for row in rows if "5 of 30" in row]
+    assert scored.index("3 traj") == steps.index("5 of 30") == 3 + len(LONG)
 
 
 @pytest.mark.parametrize("kind", RUNS)
