@@ -45,8 +45,8 @@ def duration(seconds: float) -> str:
 
 def _groups(fields: Mapping[str, Any]) -> list[str]:
     parts = []
-    if fields.get("groups/skipped"):
-        parts.append(f"{fields['groups/skipped']} groups skipped")
+    if skipped := fields.get("groups/skipped"):
+        parts.append(f"{skipped} group{'s' * (skipped != 1)} skipped")
     if "staleness/mean" in fields:
         newest = f" (max {fields['staleness/max']:.0f})" if "staleness/max" in fields else ""
         parts.append(f"staleness {fields['staleness/mean']:.1f}{newest}")

@@ -271,6 +271,9 @@ def test_a_step_without_a_total_adds_its_stages_up_and_leaves_out_what_is_absent
     assert progress.step_line(fields, 9, None) == "step 3/9 | 1.2 s (wait 0.2 update 1.0)"
     fields = {"step": 3, "train/mfu": 0.434, "memory/peak_gib": 70.8}
     assert progress.step_line(fields, 9, None) == "step 3/9 | MFU 43% | 71 GiB"
+    for skipped, said in ((0, ""), (1, " | 1 group skipped"), (2, " | 2 groups skipped")):
+        fields = {"step": 3, "groups/skipped": skipped}
+        assert progress.step_line(fields, 9, None) == f"step 3/9{said}"
 
 
 @pytest.mark.parametrize(
