@@ -21,6 +21,7 @@ _SHOWN = re.compile(r" relax_hpc\.(?:roles|checkpoints)\.[^:]*: (.*)")
 """Loggers whose lines tell the story of a run; the rest is in the logs."""
 _POLL_S = 0.5
 _MOST_TORN = 3
+_SETUP = ": setup ended with exit code "
 _ERROR = re.compile(r"[^:]+: [^:]+: ([a-z_]+\.)*(\w+): ")
 """The begin of why a run failed: how a component ended, the task, its error."""
 
@@ -249,6 +250,9 @@ def _verdict(run: RunStatus) -> list[tuple[str, str]]:
 def _to_go_on(run: RunStatus) -> list[tuple[str, str]]:
     """Tells what can be done; what no restart cures commonly is in the job or in a program."""
     again = f"relax-hpc resume {run.run_dir}" + " --local" * (run.mode == "local")
+    if _SETUP in run.reason:
+        corrected = "--set 'resources.setup=[\"...\"]'"
+        return [("to go on", f"{again} {corrected}, corrected: a profile is not read again")]
     said = _ERROR.match(run.reason)
     kind = getattr(errors, said[2], None) if said else None
     # A restart may cure an error of training, but those that there were did not.

@@ -146,6 +146,16 @@ def test_an_error_that_only_a_log_has_is_known_by_its_class_too(run):
     assert "to go on      relax-hpc submit JOB" in cli("status", run.run_dir).output
 
 
+def test_where_a_line_of_setup_failed_resume_is_told_the_corrected_ones(run):
+    fail(run)
+    log = run.run_dir / "submission" / "7_batch.log"
+    log.write_text("2026-01-01T00:00:00 actor: setup ended with exit code 127: module load x\n")
+    said = cli("status", run.run_dir).output
+    assert "reason        actor: setup ended with exit code 127: module load x\n" in said
+    again = f"relax-hpc resume {run.run_dir} --set 'resources.setup=[\"...\"]'"
+    assert f"  to go on      {again}, corrected: a profile is not read again\n" in said
+
+
 def test_without_an_event_a_failed_task_is_quoted_and_else_the_script(run):
     fail(run)
     path = run.run_dir / "submission" / "actor" / "7_0_log.err"
