@@ -1,5 +1,6 @@
 """Programs that a user named. A place in one is "file.py:name" or "package.module:name"."""
 
+import difflib
 import importlib
 import importlib.util
 import itertools
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 from relax_hpc.errors import type_and_line
@@ -55,10 +56,19 @@ def imported(place: str) -> Any:  # noqa: ANN401
     module, _, attribute = place.rpartition(":")
     with bounded(module, "the import"):
         if module.endswith(".py"):
-            return getattr(_run(Path(module)), attribute)
+            return _named(_run(Path(module)), Path(module).name, attribute)
         if (here := str(Path.cwd())) not in sys.path:
             sys.path.append(here)  # behind Python's own: a `code.py` there must not be taken
-        return getattr(importlib.import_module(module), attribute)
+        return _named(importlib.import_module(module), module, attribute)
+
+
+def _named(found: ModuleType, said: str, attribute: str) -> Any:  # noqa: ANN401
+    try:
+        return getattr(found, attribute)
+    except AttributeError:
+        near = difflib.get_close_matches(attribute, vars(found), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise AttributeError(f"{said} has no attribute {attribute!r}{hint}") from None
 
 
 @contextmanager

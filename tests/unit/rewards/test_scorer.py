@@ -247,6 +247,7 @@ def test_metadata_that_json_does_not_know_reaches_a_reward_as_text():
     [
         (f"{PLUGIN}:odd", "takes `reference_text`"),
         (f"{PLUGIN}:absent", "has no attribute 'absent'"),
+        (f"{PLUGIN}:by_ordre", "hostile.py has no attribute 'by_ordre'; did you mean 'by_order'?"),
         ("no_such.module:score", "No module named 'no_such'"),
         ("absent.py:score", "No such file"),
         ("boxed_nmber", "did you mean 'boxed_number'?"),
