@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 from relax_hpc.errors import type_and_line
@@ -62,7 +62,7 @@ def imported(place: str) -> Any:  # noqa: ANN401
         return _named(importlib.import_module(module), module, attribute)
 
 
-def _named(found: ModuleType, said: str, attribute: str) -> Any:  # noqa: ANN401
+def _named(found: object, said: str, attribute: str) -> Any:  # noqa: ANN401
     try:
         return getattr(found, attribute)
     except AttributeError:
