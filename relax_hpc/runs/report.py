@@ -300,12 +300,12 @@ def _pace(run: RunStatus) -> str:
 
 
 def _heldout_sets(done: dict[str, Any]) -> list[tuple[str, str]]:
-    """Rows of the held-out sets, with their names where there are several."""
+    """Rows of the held-out sets that have a score, with their names where there are several."""
     sets = done["heldout_sets"]
-    if len(sets) < 2:
-        keys = ("heldout_before", "heldout_after", "heldout_newest")
-        return [("held-out", _heldout(*(done[key] for key in keys)))]
-    return [("held-out", f"{_heldout(**each)} ({name})") for name, each in sets.items()]
+    return [
+        ("held-out", _heldout(**each) + f" ({name})" * (len(sets) > 1))
+        for name, each in sets.items()
+    ]
 
 
 def _heldout(before: float | None, after: float | None, newest: dict[str, Any] | None) -> str:

@@ -94,7 +94,7 @@ def test_a_photo_whose_header_ends_its_process_is_named_by_a_plain_check(
         "engines.rollout.kind": "sglang",
     }
     config = job_file.load(JOB, [f"{key}={value}" for key, value in settings.items()])
-    shape = SimpleNamespace(max_positions=4096)
+    shape = SimpleNamespace(max_positions=4096, vocab_size=2**20)
     monkeypatch.setattr(prompt_check, "read_architecture", lambda _: shape)
     tokens = tokenizer()
     tokens.chat_template = TEMPLATE
@@ -131,7 +131,7 @@ def skipping(check, tmp_path, monkeypatch):
         "engines.rollout.kind": "sglang",
         "run_root": tmp_path / "runs",
     }
-    shape = SimpleNamespace(max_positions=4096)
+    shape = SimpleNamespace(max_positions=4096, vocab_size=2**20)
     monkeypatch.setattr(prompt_check, "read_architecture", lambda _: shape)
     config = job_file.load(JOB, [f"{key}={value}" for key, value in settings.items()])
     return SimpleNamespace(config=config, paths=RunPaths(tmp_path / "run"))

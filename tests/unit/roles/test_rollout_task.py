@@ -71,7 +71,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     monkeypatch.setattr(prompt_check, "PromptSource", Source)
     monkeypatch.setattr(rollout_task, "client_of", Sampler)
     monkeypatch.setattr(rollout_task.rollout, "run", loop)
-    architecture = SimpleNamespace(max_positions=20000)
+    architecture = SimpleNamespace(max_positions=20000, vocab_size=2**20)
     monkeypatch.setattr(prompt_check, "read_architecture", lambda path: architecture)
     monkeypatch.setattr(rollout_task, "CreditTail", lambda paths, num_steps, every_s: "the credits")
     settings = config(
@@ -86,7 +86,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     ending = SimpleNamespace(is_near=lambda: False)
     parts = own, sources, producer, Events(), ending, Idle(None)
     asyncio.run(rollout_task._loop(settings, paths, 1, *parts))
-    each = {"settings": settings.prompts, "media": None}
+    each = {"settings": settings.prompts, "media": None, "vocab_size": 2**20}
     assert journal == [
         ("train", each | {"shuffle_seed": 5}),
         ("heldout", each | {"shuffle_seed": None}),
