@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import psutil
 from submitit import JobEnvironment
 
 from relax_hpc.errors import MismatchError
@@ -95,6 +96,22 @@ def be_killed_alone(context, folder):
     until((begun.parent / "1-2").exists, 60)
     cpus = sorted(os.sched_getaffinity(0))
     return {**who_am_i(context), "start": context.start, "pid": os.getpid(), "cpus": cpus}
+
+
+def outlive_srun(context, folder):
+    """Kills the helper of its own srun, which would end it, and then srun."""
+    if context.start == 1:
+        asked = ["srun", f"--job-name={context.component}", str(folder)]
+        own = [p for p in psutil.process_iter(["cmdline"]) if _has_all(p.info["cmdline"], asked)]
+        for process in sorted(own, key=lambda each: each.ppid() not in [p.pid for p in own]):
+            process.kill()
+            time.sleep(0.5)
+        time.sleep(120)
+    return context.start
+
+
+def _has_all(command, words):
+    return all(any(each in word for word in command or ()) for each in words)
 
 
 def take_your_time(context, seconds_per_rank):

@@ -214,7 +214,8 @@ def _check_options(component: Component, job: WholeJob) -> None:
     of_srun = {
         "mpi": f"{key}.mpi",
         **dict.fromkeys(
-            ("het-group", "relative", "kill-on-bad-exit", "wait", "unbuffered"), _SCRIPT
+            ("het-group", "job-name", "relative", "kill-on-bad-exit", "wait", "unbuffered"),
+            _SCRIPT,
         ),
         **({"cpus-per-task": f"{key}.cpus_per_task"} if resources.cpus_per_task else {}),
         **({"container-image": f"{key}.container"} if resources.container else {}),

@@ -333,6 +333,7 @@ def _srun(
     options = [
         *(["srun"] if component.bootstrap != "mpi_job" or not index else []),
         *([] if group is None else [f"--het-group={group}"]),
+        f"--job-name={component.name}{f'-{ranks.start}' if is_part else ''}",
         *(["--overlap"] if component.on or beside > 1 else []),
         f"--nodes={len(nodes)}",
         f"--ntasks={len(ranks)}",

@@ -4,8 +4,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -56,6 +56,8 @@ class Scorer:
         self._spare: asyncio.Task[Worker] | None = None
         self._background = set[asyncio.Task[Any]]()
         self._one_alone = asyncio.Lock()
+        self._anew = dict[Worker, _Anew]()
+        """By the process that was lost."""
         self._reports = [_Report(events, heldout=heldout) for heldout in (False, True)]
 
     async def __aenter__(self) -> Self:
@@ -126,10 +128,38 @@ class Scorer:
         if lost is None:
             found = dict(enumerate(scores))
             return found | await self._again(group, found) if has_grown else found
-        if self._places_per_worker > 1 or lost.guilty is None:
-            return dict(enumerate(await self._alone(group)))  # it may be another's
+        if self._places_per_worker > 1:  # any of those under way may have ended it, or somebody
+            return dict(enumerate(await self._together(group, worker)))
+        if lost.guilty is None:
+            return dict(enumerate(await self._alone(group)))
         guilty = range(len(group)) if self._sees_group else [lost.guilty]
         return dict.fromkeys(guilty, failed(str(lost)))
+
+    async def _together(self, group: Sequence[Sample], lost: Worker) -> list[Score]:
+        """Scores groups that were under way when a process was lost in one of their own; if it is
+        lost, too, all that are in it go alone."""
+        if lost not in self._anew:
+            self._anew[lost] = _Anew(self._in_background(self._start_again()))
+        anew = self._anew[lost]
+        anew.groups += 1
+        try:
+            worker = await asyncio.shield(anew.start)
+            scores = await worker.ask(group)
+        except WorkerLostError:
+            return await self._alone(group)
+        finally:
+            anew.groups -= 1
+            if not anew.groups:
+                self._anew.pop(lost, None)
+                self._in_background(self._end_anew(anew))
+        if worker.usable:
+            return scores
+        found = await self._again(group, dict(enumerate(scores)))
+        return [found.get(place, score) for place, score in enumerate(scores)]
+
+    async def _end_anew(self, anew: "_Anew") -> None:
+        with suppress(ConfigError, OSError):  # who asked for it has been told
+            await self._end(await anew.start)
 
     async def _again(
         self, group: Sequence[Sample], scores: Mapping[int, Score]
@@ -223,6 +253,15 @@ class Scorer:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
+
+
+@dataclass
+class _Anew:
+    """A process for the groups that were under way when another was lost."""
+
+    start: "asyncio.Task[Worker]"
+    groups: int = 0
+    """Those that are not done."""
 
 
 class _Report:

@@ -21,12 +21,16 @@ FEW = {
     "controller lost": 1, "out of time": 1,
 }  # fmt: skip
 """Kind of end -> how often, of fifteen."""
+BRIEF = {"announced": 2, "told to end": 1, "killed": 12}
+"""Likewise, of kinds that a run is back from in seconds."""
 
 
 class Ended(NamedTuple):
     kind: str
     what: str
     step: int
+    at_s: float
+    """Seconds since the first one was to come."""
 
 
 class Ends:
@@ -46,9 +50,11 @@ class Ends:
     def all_of(self, counts: dict[str, int]) -> None:
         kinds = [kind for kind, count in counts.items() for _ in range(count)]
         self._random.shuffle(kinds)
+        begun = time.monotonic()
         for kind in kinds:
             step = self._step_after(self._steps_done())
-            self.done.append(Ended(kind, self._do(kind), step))
+            at_s = round(time.monotonic() - begun, 1)
+            self.done.append(Ended(kind, self._do(kind), step, at_s))
 
     def completes(self, timeout_s: float) -> dict:
         deadline = time.monotonic() + timeout_s

@@ -13,7 +13,7 @@ from e2e_runs import (
     submit,
     wait_until,
 )
-from random_ends import FEW, Ends
+from random_ends import BRIEF, FEW, Ends
 
 pytestmark = pytest.mark.usefixtures("slurm_cluster")
 
@@ -26,14 +26,14 @@ from relax_hpc.rewards.functions import boxed_number
 
 async def score(sample):
     if pathlib.Path(__file__).with_name("slowly").exists():
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(SECONDS)
     return boxed_number.score(sample.response, sample.answer)
 """
 
 
-def submit_slow(tiny, folder, steps, **settings):
+def submit_slow(tiny, folder, steps, seconds=1.2, **settings):
     folder.mkdir(exist_ok=True)
-    (folder / "slow_sums.py").write_text(REWARD)
+    (folder / "slow_sums.py").write_text(REWARD.replace("SECONDS", str(seconds)))
     (folder / "slowly").touch()
     small = {
         "run_root": folder, "launch.profile": "local",
@@ -67,16 +67,22 @@ def folder_of(variables):
     return Path(variables["SLURM_CONF"]).parents[1]
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1500)
-def test_fifteen_ends_of_every_kind_skip_no_prompt_and_train_on_none_twice(
-    tiny, tmp_path, slurm_cluster
+@pytest.mark.parametrize(
+    ("counts", "steps", "seconds", "ranks"),
+    [
+        pytest.param(BRIEF, 60, 2.4, 1, marks=pytest.mark.timeout(600), id="brief"),
+        pytest.param(
+            FEW, 240, 1.2, 2, marks=[pytest.mark.long, pytest.mark.timeout(1500)], id="every"
+        ),
+    ],
+)
+def test_fifteen_ends_skip_no_prompt_and_train_on_none_twice(
+    tiny, tmp_path, slurm_cluster, counts, steps, seconds, ranks
 ):
-    steps = 240
-    run_dir = submit_slow(tiny, tmp_path, steps)
+    run_dir = submit_slow(tiny, tmp_path, steps, seconds, **{"actor.layout.data_parallel": ranks})
     ends = Ends(run_dir, folder_of(slurm_cluster), seed=19)
     try:
-        ends.all_of(FEW)
+        ends.all_of(counts)
         hurry(tmp_path)
         ends.completes(300)
         assert len(ends.done) == 15

@@ -127,6 +127,17 @@ def test_each_of_two_tasks_on_a_node_is_a_step_and_the_one_that_is_killed_starts
     assert all(f"this is rollout-{rank}" in path.read_text() for rank, path in enumerate(logs))
 
 
+def test_a_step_whose_srun_and_helper_were_killed_is_ended_and_starts_again(tmp_path):
+    calls = {"rollout": ["who_am_i"], "actor": ["outlive_srun", tmp_path]}
+    whole = {"cpus_per_task": 8}  # of a node: no step can begin beside one that is left
+    roles = [tasks("rollout", 1, **whole), tasks("actor", 1, **whole)]
+    job = submit(tmp_path, roles, calls, max_restarts=1)
+    assert set(final_states(job).values()) == {"COMPLETED"}
+    assert results(tmp_path, "actor", 1) == [2]
+    log = script_log(tmp_path, job)
+    assert "actor: start 1 ended with exit code 137" in log and "actor: ending step" in log
+
+
 def test_a_task_that_is_done_does_not_end_the_others_of_its_step(tmp_path):
     calls = {"rollout": ["take_your_time", 6], "actor": ["who_am_i"]}  # WaitTime is 2
     job = submit(tmp_path, [tasks("rollout", 2, nodes=2), tasks("actor", 1)], calls)

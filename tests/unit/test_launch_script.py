@@ -74,8 +74,8 @@ def test_options_of_the_whole_job_are_said_once():
 
 def test_every_step_says_its_size_since_component_0s_leaks_into_srun():
     text = script.slurm_script(job("/runs/r"), COMPONENTS)
-    assert "srun --het-group=0 --nodes=2 --ntasks=4 --ntasks-per-node=2" in text
-    assert "srun --het-group=1 --nodes=1 --ntasks=2 --ntasks-per-node=2" in text
+    assert "srun --het-group=0 --job-name=rollout --nodes=2 --ntasks=4 --ntasks-per-node=2" in text
+    assert "srun --het-group=1 --job-name=actor --nodes=1 --ntasks=2 --ntasks-per-node=2" in text
     assert "unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE" in text
 
 
@@ -259,6 +259,23 @@ def test_a_component_whose_part_of_the_job_was_cancelled_is_not_started_again(
     assert (told in done.stdout) == gives_up and done.returncode == 1
 
 
+@pytest.mark.parametrize(("end", "ended"), [("kill -9 $$", ["8.1"]), ("exit 9", [])])
+def test_a_step_whose_srun_is_killed_is_ended_before_the_next_start(tmp_path, end, ended):
+    """Of a heterogeneous job; those of its other components and the script's own go on."""
+    (tmp_path / "steps").write_text("8.batch batch\n8.0 rollout\n8.1 actor\n8.2 actor-1\n")
+    done = bash(
+        "SLURM_JOB_ID_HET_GROUP_1=8",
+        f'squeue() {{ [[ "$*" != "--noheader --steps --jobs=8 "* ]] || cat {tmp_path}/steps; }}',
+        'scancel() { echo "scancel $*"; }',
+        f"srun() {{ sh -c '{end}'; }}",
+        f"(supervise actor 1 {tmp_path} -- srun --het-group=1 --job-name=actor)",
+        settings="max_restarts=1 restart_delays_s=(0)",
+    )
+    said = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("scancel")]
+    assert said == ended, done
+    assert done.stdout.count("ended with exit code") == 2
+
+
 def test_a_component_told_to_end_while_the_controller_is_away_ends(tmp_path):
     done = bash(
         "supervise actor 1 /nowhere -- false > said & loop=$!".replace("said", f"{tmp_path}/said"),
@@ -344,6 +361,7 @@ def test_tasks_that_know_nothing_of_each_other_have_a_step_each_which_sees_all_o
     assert [line[:4] for line in steps_of(text)] == [["supervise", "rollout", "1", FOLDER]] * 4
     for rank, line in enumerate(steps_of(text)):
         size = {"--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1"}
+        assert f"--job-name=rollout-{rank}" in line
         assert size | {f"--relative={rank // 2}", "--cpus-per-task=6"} <= {*line}
         assert {"--gpus-per-node=4", "--mpi=none"} <= {*line}
         assert f'--output={FOLDER}/"$job_id"_{rank}_log.out' in line

@@ -142,6 +142,22 @@ part_over() {
   return 1
 }
 
+# Who kills srun and the helper that it has leaves the step running, which keeps nodes, and engines.
+# end_left COMMAND...: ends the step of that name that is there still.
+end_left() {
+  local word job=$job_id name='' id its_name
+  for word in "$@"; do
+    case $word in
+      --het-group=*) job=SLURM_JOB_ID_HET_GROUP_${word#*=}; job=${!job} ;;
+      --job-name=*) name=${word#*=}; break ;; # of several components the first one's
+    esac
+  done
+  [ -n "$name" ] || return 0
+  while read -r id its_name; do
+    [ "$its_name" != "$name" ] || { echo "$(date +%FT%T) $name: ending step $id"; scancel "$id"; }
+  done < <(squeue --noheader --steps --jobs="$job" --format='%i %j')
+}
+
 # Counts a failure: adds it to `failures`, and leaves those that are older than the window out.
 count_failure() {
   local recent=("$SECONDS") each
@@ -209,6 +225,7 @@ supervise() {
       fi
     fi
     [ -z "$stopping" ] || exit "$status"
+    [ "$status" -le 128 ] || end_left "$@"
     start=$((start + 1))
     # A rank that had finished takes part again: a slow one must not find all marks there.
     for folder in "${folders[@]}"; do

@@ -164,6 +164,22 @@ part_over() {
   return 1
 }
 
+# Who kills srun and the helper that it has leaves the step running, which keeps nodes, and engines.
+# end_left COMMAND...: ends the step of that name that is there still.
+end_left() {
+  local word job=$job_id name='' id its_name
+  for word in "$@"; do
+    case $word in
+      --het-group=*) job=SLURM_JOB_ID_HET_GROUP_${word#*=}; job=${!job} ;;
+      --job-name=*) name=${word#*=}; break ;; # of several components the first one's
+    esac
+  done
+  [ -n "$name" ] || return 0
+  while read -r id its_name; do
+    [ "$its_name" != "$name" ] || { echo "$(date +%FT%T) $name: ending step $id"; scancel "$id"; }
+  done < <(squeue --noheader --steps --jobs="$job" --format='%i %j')
+}
+
 # Counts a failure: adds it to `failures`, and leaves those that are older than the window out.
 count_failure() {
   local recent=("$SECONDS") each
@@ -231,6 +247,7 @@ supervise() {
       fi
     fi
     [ -z "$stopping" ] || exit "$status"
+    [ "$status" -le 128 ] || end_left "$@"
     start=$((start + 1))
     # A rank that had finished takes part again: a slow one must not find all marks there.
     for folder in "${folders[@]}"; do
@@ -280,12 +297,12 @@ component_0() {
   { export NCCL_CUMEM_ENABLE=0
   } || setup_failed rollout "$?" 'export NCCL_CUMEM_ENABLE=0'
   eval "$plain_options"; trap - ERR DEBUG; unset IFS GLOBIGNORE
-  supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- srun --het-group=0 --nodes=2 --ntasks=4 --ntasks-per-node=2 --relative=0 --cpus-per-task=8 --gpus-per-node=4 --mpi=pmix --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --cpu-bind=none --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.err /envs/sglang/bin/python -u -P -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --gpus 4 --requeues --bootstrap mpi
+  supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- srun --het-group=0 --job-name=rollout --nodes=2 --ntasks=4 --ntasks-per-node=2 --relative=0 --cpus-per-task=8 --gpus-per-node=4 --mpi=pmix --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --cpu-bind=none --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.err /envs/sglang/bin/python -u -P -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --gpus 4 --requeues --bootstrap mpi
 }
 component_0 & components+=($!) names+=(rollout)
 
 component_1() {
-  supervise actor 2 '/runs/it'"'"'s here/submission/actor' -- srun --het-group=1 --nodes=1 --ntasks=2 --ntasks-per-node=2 --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.err /envs/train/bin/python -u -P -m relax_hpc.launch.entry '/runs/it'"'"'s here' actor --start @start@ --requeues
+  supervise actor 2 '/runs/it'"'"'s here/submission/actor' -- srun --het-group=1 --job-name=actor --nodes=1 --ntasks=2 --ntasks-per-node=2 --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.err /envs/train/bin/python -u -P -m relax_hpc.launch.entry '/runs/it'"'"'s here' actor --start @start@ --requeues
 }
 component_1 & components+=($!) names+=(actor)
 

@@ -32,6 +32,11 @@ async def awaited(response):
     return by_order(response)
 
 
+async def slowly_awaited(response):
+    await asyncio.sleep(0.5)
+    return float(len(response))
+
+
 def ranks(group):
     """1 for the longest, 0 for the others."""
     longest = max(len(sample.response) for sample in group)

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import time
 from datetime import UTC, date, datetime, timedelta
 from datetime import time as clock
@@ -110,6 +112,26 @@ def test_an_awaited_reward_costs_itself_whoever_shares_its_process(response):
     found = scores_of(reward("awaited", workers=1), *groups)
     assert found[3][1].error and found[3][0] == Score(2.0)
     assert [each for n, each in enumerate(found) if n != 3] == 5 * [[Score(2.0), Score(3.0)]]
+
+
+def test_groups_whose_process_somebody_killed_are_scored_together_in_another(monkeypatch):
+    """One after the other, as where one of them may be why, 64 groups of a judge take an hour."""
+    alone = []
+    monkeypatch.setattr(Scorer, "_alone", lambda _, group: alone.append(group))
+
+    async def score():
+        async with Scorer(reward("slowly_awaited", workers=1)) as scorer:
+            [pid] = scorer.pids
+            groups = [[Sample("a" * n), Sample("b")] for n in range(1, 20)]
+            scoring = [asyncio.create_task(scorer.score(group)) for group in groups]
+            await asyncio.sleep(0.3)
+            os.kill(pid, signal.SIGKILL)
+            found = await asyncio.gather(*scoring)
+            assert not scorer._anew
+            return found
+
+    assert [values(found) for found in asyncio.run(score())] == [[n, 1.0] for n in range(1, 20)]
+    assert not alone
 
 
 @pytest.mark.parametrize(
