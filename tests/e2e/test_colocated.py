@@ -1,6 +1,7 @@
 """Actor and engines on the same GPUs, as far as one sees it without: the lease changes hands."""
 
 import os
+import re
 import signal
 
 import pytest
@@ -18,6 +19,7 @@ from e2e_runs import (
 from test_faults import newest
 
 from relax_hpc.fleet.roster import Roster
+from relax_hpc.launch import placement
 from relax_hpc.paths import RunPaths
 
 pytestmark = pytest.mark.long
@@ -91,9 +93,12 @@ def test_one_of_several_engines_that_a_task_keeps_on_the_actors_gpus_is_killed_a
     assert after["progress"]["weight_versions"] == held
 
 
-def test_slurm_runs_both_as_steps_of_one_component_in_turn(slurm_cluster, tiny, tmp_path):
+def test_slurm_runs_both_as_steps_of_one_component_in_turn(
+    slurm_cluster, tiny, tmp_path, monkeypatch
+):
     # Slurm's, of which there is nothing to compute on: tasks that ask for them by `gpus_per_node`
-    # look for them.
+    # look for them, and to ask for them otherwise is refused.
+    monkeypatch.setattr(placement, "_ASKS_FOR_GPUS", re.compile(r"(?!)"))
     pretended = ["--gres=gpu:2"]
     settings = {
         "launch.profile": "local",

@@ -132,7 +132,7 @@ def test_the_last_evaluation_is_made_once_though_the_run_ends_and_rollout_dies_d
 
     def part():
         """Prompts that are scored of the last evaluation; none before it has begun."""
-        [*found] = (run_dir / "eval" / "heldout").glob("after-2.0.part")
+        [*found] = (run_dir / "eval" / "heldout").glob("after-2.0-of-1.part")
         return len(found[0].read_text().splitlines()) if found else 0
 
     try:

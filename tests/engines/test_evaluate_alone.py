@@ -121,7 +121,7 @@ def test_one_that_is_interrupted_ends_its_engine_and_is_completed_by_the_same_co
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     run_dir = place / "runs" / f"slow-{end.name}"
-    part = run_dir / "eval" / "easy" / "before-0.0.part"
+    part = run_dir / "eval" / "easy" / "before-0.0-of-1.part"
     deadline = time.monotonic() + 120
     while not (part.exists() and len(part.read_text().splitlines()) > 1):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
