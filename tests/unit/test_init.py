@@ -101,6 +101,7 @@ def test_where_slurm_is_silent_the_next_command_does_not_ask_it(tmp_path, monkey
 TINY = {
     "demo": ["models/tiny"],
     "colours": ["models/tiny-vl --kind vl"],
+    "colours_experts": ["models/tiny-vl-moe --kind vl-moe"],
     "pitches": ["models/tiny-omni --kind omni"],
     "code": ["models/tiny-code --kind code"],
     "arithmetic_distill": ["models/tiny", "models/tiny-teacher --target 0.98"],
