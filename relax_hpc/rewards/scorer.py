@@ -261,7 +261,7 @@ class _Anew:
 
     start: "asyncio.Task[Worker]"
     groups: int = 0
-    """Those that are not done."""
+    """How many of them are not done."""
 
 
 class _Report:

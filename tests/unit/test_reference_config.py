@@ -86,7 +86,8 @@ def test_a_component_of_its_own_comes_last_and_has_its_own_grid_and_resources(tm
     assert (reference.tasks, reference.tasks_per_node) == (6, 2)
     assert reference.resources == Resources(partition="small", nodes=3)
     text = slurm_script(Job("run", tmp_path), place(config))
-    assert text.count("#SBATCH hetjob") == 2 and "srun --het-group=2 --nodes=3 --ntasks=6" in text
+    assert text.count("#SBATCH hetjob") == 2
+    assert "srun --het-group=2 --job-name=reference --nodes=3 --ntasks=6" in text
     assert table.sidecar_writers(config) == {"reference-0": "reference"}
 
 
