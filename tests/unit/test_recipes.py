@@ -142,7 +142,8 @@ def test_every_job_for_two_cores_passes_check(job, tiny_model, prompts, tmp_path
         row = json.loads((tmp_path / "train.jsonl").read_text())
     if "tiny-vl" in text:
         tokens = seeing.tokenizer()
-        seeing.save(tmp_path / "seer", seeing.model("vl", tokens, seed=0), tokens)
+        kind = "vl-moe" if "tiny-vl-moe" in text else "vl"
+        seeing.save(tmp_path / "seer", seeing.model(kind, tokens, seed=0), tokens)
         shapes.write(tmp_path, 1, 0, seed=0)
         row = json.loads((tmp_path / "train.jsonl").read_text())
         overrides |= {"model.path": tmp_path / "seer"}
