@@ -26,8 +26,8 @@ from relax_hpc.records import read_bytes
 from relax_hpc.sections import NAME, Resources, WholeJob
 
 _FEW = 2
-_IN_NAMES = "use letters of a to z, digits, - and _, a letter first"
 """Keys of one name in other sections that are told."""
+_IN_NAMES = "use letters of a to z, digits, - and _, a letter first"
 
 
 def load(job: Path, overrides: Sequence[str] = ()) -> JobConfig:

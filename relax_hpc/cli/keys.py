@@ -19,6 +19,8 @@ from relax_hpc.sections import SharedResources
 from relax_hpc.telemetry.event_table import EVENTS
 
 _MADE = "<!-- made by `make docs` of what the code declares; do not edit -->\n"
+_FEW = 3
+"""Keys of a name that are told of, where somebody asks for the name alone."""
 
 
 def keys(
@@ -49,10 +51,6 @@ def matching(section: str) -> list[Key]:
     else:
         hint = f"did you mean {close[0]}?" if close else "relax-hpc keys lists them all"
     raise ConfigError(f"{section}: no key of a job; {hint}")
-
-
-_FEW = 3
-"""Keys of a name that are told of, where somebody asks for the name alone."""
 
 
 def explained(job: BaseModel, section: str) -> Iterator[str]:

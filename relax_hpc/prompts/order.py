@@ -11,7 +11,7 @@ import hashlib
 import struct
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -296,3 +296,22 @@ class Order:
         if len(self._epochs) == 1:
             return self._epochs[0][ordinal]
         return ordinal % len(self)
+
+
+def check_num_rows(num_rows: Mapping[str, int], before: Mapping[str, int], *, since: str) -> None:
+    """Refuses to go on with other rows: the order is drawn for as many as there are.
+
+    Args:
+        num_rows: rows of each file, by the key that names it.
+        before: likewise, when the run was begun or submitted.
+        since: "begun" or "submitted".
+
+    Raises:
+        ConfigError: names the file, and both numbers.
+    """
+    for key, count in num_rows.items():
+        if before[key] != count:
+            raise ConfigError(
+                f"{key}: has {count:,} rows, the run was {since} with {before[key]:,}; restore the "
+                "files, or submit a new run"
+            )

@@ -126,16 +126,15 @@ class Scorer:
                 lost = error
             has_grown = not worker.usable
         if lost is None:
-            found = dict(enumerate(scores))
-            return found | await self._again(group, found) if has_grown else found
+            return await self._whole(group, scores, has_grown=has_grown)
         if self._places_per_worker > 1:  # any of those under way may have ended it, or somebody
-            return dict(enumerate(await self._together(group, worker)))
+            return await self._together(group, worker)
         if lost.guilty is None:
             return dict(enumerate(await self._alone(group)))
         guilty = range(len(group)) if self._sees_group else [lost.guilty]
         return dict.fromkeys(guilty, failed(str(lost)))
 
-    async def _together(self, group: Sequence[Sample], lost: Worker) -> list[Score]:
+    async def _together(self, group: Sequence[Sample], lost: Worker) -> dict[int, Score]:
         """Scores groups that were under way when a process was lost in one of their own; if it is
         lost, too, all that are in it go alone."""
         if lost not in self._anew:
@@ -145,17 +144,22 @@ class Scorer:
         try:
             worker = await asyncio.shield(anew.start)
             scores = await worker.ask(group)
+            has_grown = not worker.usable
         except WorkerLostError:
-            return await self._alone(group)
+            return dict(enumerate(await self._alone(group)))
         finally:
             anew.groups -= 1
             if not anew.groups:
                 self._anew.pop(lost, None)
                 self._in_background(self._end_anew(anew))
-        if worker.usable:
-            return scores
-        found = await self._again(group, dict(enumerate(scores)))
-        return [found.get(place, score) for place, score in enumerate(scores)]
+        return await self._whole(group, scores, has_grown=has_grown)
+
+    async def _whole(
+        self, group: Sequence[Sample], scores: Sequence[Score], *, has_grown: bool
+    ) -> dict[int, Score]:
+        """Scores of a group, once more where the process has grown over them."""
+        found = dict(enumerate(scores))
+        return found | await self._again(group, found) if has_grown else found
 
     async def _end_anew(self, anew: "_Anew") -> None:
         with suppress(ConfigError, OSError):  # who asked for it has been told

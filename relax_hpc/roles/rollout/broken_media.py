@@ -13,6 +13,7 @@ from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.media.recipe import read_recipe
 from relax_hpc.paths import RunPaths
+from relax_hpc.prompts import order
 from relax_hpc.prompts.records import Records
 from relax_hpc.records import read_json, write_json, write_text
 from relax_hpc.roles.role import Say
@@ -118,13 +119,8 @@ def decided_for(
             f'{paths.broken_media}: does not say which rows prompts.media.broken = "skip" leaves '
             "out; cancel the run, and resume it"
         )
-    before = record["num_rows"]
-    for key, count in num_rows.items():
-        if before.get(key) != count:
-            raise ConfigError(
-                f"{key}: has {count:,} rows, the run was submitted with {before.get(key, 0):,}; "
-                "restore the files, or submit a new run"
-            )
+    before = dict.fromkeys(num_rows, 0) | record["num_rows"]
+    order.check_num_rows(num_rows, before, since="submitted")
     return {key: dict(map(tuple, record["left_out"].get(key, []))) for key in num_rows}
 
 

@@ -76,7 +76,8 @@ def settle(config: RunConfig, paths: RunPaths, sources: Sources, share: Share) -
     """
     key = _key(config, sources, share.size)
     num_rows = {name: source.num_rows for name, source in sources.by_key.items()}
-    _check_num_rows(paths, share, num_rows)
+    before = (read_json(paths.prompt_rows(share.number)) or {}).get("num_rows", {})
+    order.check_num_rows(num_rows, num_rows | before, since="begun")
     broken = broken_media.decided_for(config, paths, num_rows)
     settled = _settled_before(config, paths, sources, share)
     own = settled[0] if settled else _read(paths, share.number, key)
@@ -113,17 +114,6 @@ def _settled_before(
     found = [_read(paths, number, key) for number in range(size)]
     known = [each for each in found if each is not None]
     return known if len(known) == size else []
-
-
-def _check_num_rows(paths: RunPaths, share: Share, num_rows: Mapping[str, int]) -> None:
-    """The order is drawn for as many rows as there are."""
-    before = (read_json(paths.prompt_rows(share.number)) or {}).get("num_rows", {})
-    for name, count in num_rows.items():
-        if before.get(name, count) != count:
-            raise ConfigError(
-                f"{name}: has {count:,} rows, the run was begun with {before[name]:,}; restore the "
-                "files, or submit a new run"
-            )
 
 
 def _of_all(
