@@ -5,33 +5,40 @@ writes them to a file when a collective fails, or as soon as something stands in
 """
 
 import os
-from collections.abc import MutableMapping
-from contextlib import suppress
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _ENTRIES = 2000
 _PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 
 
-def settle(environment: MutableMapping[str, str], folder: Path, dump: Path) -> str:
-    """Has torch keep a record, unless the environment says otherwise; before the first group.
+@contextmanager
+def settled(environment: MutableMapping[str, str], folder: Path, dump: Path) -> Iterator[str]:
+    """Has torch keep a record for the length of the block, unless the environment says otherwise;
+    before the first group.
 
     Args:
         environment: of this process.
         folder: of this node, for pipes.
         dump: file for what is recorded; torch adds the rank.
 
-    Returns:
+    Yields:
         The pipe's name, to which torch adds the rank, too.
     """
-    for name, value in {
+    wanted = {
         "TORCH_FR_BUFFER_SIZE": str(_ENTRIES),
         "TORCH_FR_DUMP_TEMP_FILE": str(dump),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         _PIPE: str(folder / "rank-"),
-    }.items():
-        environment.setdefault(name, value)
-    return environment[_PIPE]
+    }
+    ours = {name: value for name, value in wanted.items() if name not in environment}
+    environment.update(ours)
+    try:
+        yield environment[_PIPE]
+    finally:
+        for name in ours:
+            environment.pop(name, None)
 
 
 def ask(pipe: str, rank: int) -> None:

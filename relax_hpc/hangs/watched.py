@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -50,10 +50,12 @@ def watched(
         str(run_dir), component, rank, start_id, node, is_one_world, os.getpid(), shared, stacks,
         min(least_s, most_s),
     )  # fmt: skip
-    with mmap.mmap(shared, heartbeat.BYTES) as memory, scratch_folder("hangs") as folder:
+    with mmap.mmap(shared, heartbeat.BYTES) as memory, ExitStack() as stack:
+        folder = stack.enter_context(scratch_folder("hangs"))
         if is_one_world:
             dump = RunPaths(run_dir).collectives(start_id)
-            orders = replace(orders, recorder=recorder.settle(os.environ, folder, dump))
+            pipe = stack.enter_context(recorder.settled(os.environ, folder, dump))
+            orders = replace(orders, recorder=pipe)
         heartbeat.begin(memory, least_s=least_s, most_s=most_s)
         tell_stacks(stacks)
         process = subprocess.Popen(

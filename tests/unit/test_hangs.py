@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from relax_hpc import heartbeat, storage
-from relax_hpc.hangs import doing, process
+from relax_hpc.hangs import doing, process, recorder
 from relax_hpc.hangs.doing import Doing
 from relax_hpc.heartbeat import Beat
 from relax_hpc.paths import RunPaths
@@ -192,6 +192,14 @@ def test_of_ranks_that_wait_for_each_other_the_one_is_ended_that_waits_for_nobod
 def test_the_flight_recorder_is_asked_for_what_it_has_before_the_end(tmp_path, start):
     assert start("keep_a_record", "world", rank=3).wait(30) == -signal.SIGKILL
     assert (tmp_path / "logs" / "nccl-toy-1.0-1-3").read_bytes() == b"1"
+
+
+def test_the_recorder_is_asked_for_in_the_block_alone_and_what_the_user_said_stays(tmp_path):
+    environment = {"TORCH_FR_BUFFER_SIZE": "7"}
+    with recorder.settled(environment, tmp_path, tmp_path / "dump") as pipe:
+        assert environment["TORCH_FR_BUFFER_SIZE"] == "7" and pipe == f"{tmp_path}/rank-"
+        assert environment["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] == pipe
+    assert environment == {"TORCH_FR_BUFFER_SIZE": "7"}, "the folder is gone: who starts later"
 
 
 def test_the_watchdog_ends_with_its_task_and_ignores_what_slurm_tells_the_step(start):

@@ -33,11 +33,11 @@ def test_nothing_is_started_before_a_medium_comes(recipe):
     before = children()
     with Decoders(2) as decoders:
         assert decoders.headers([], recipe).result() == ()
-        assert children() == before
+        assert not children() - before
         decoders.headers([source(photo())], recipe).result()
         assert len(children() - before) == 1, "one medium needs one process"
     deadline = time.monotonic() + 20
-    while children() != before:
+    while children() - before:  # a child of a test before this one may end meanwhile
         assert time.monotonic() < deadline, "they end with the block"
         time.sleep(0.05)
 
