@@ -68,11 +68,6 @@ class Producer(Owner):
         """Guids in live shards: what need not be generated again."""
         return set(self._source)
 
-    @staticmethod
-    def lots(groups: Sequence[PromptGroup]) -> list[Sequence[PromptGroup]]:
-        """Divides groups into those that can be put as one shard: all of them."""
-        return [groups]
-
     def put(self, groups: Sequence[PromptGroup]) -> int:
         """Publishes whole prompt groups as one shard: on return they are committed.
 

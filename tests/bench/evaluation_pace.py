@@ -23,7 +23,6 @@ from role_fakes import Events, config
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.credits import CreditTail
-from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.source import Prompt
@@ -31,6 +30,7 @@ from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.roles.rollout.build import CREDITS_EVERY_S
 from relax_hpc.roles.rollout.episodes import Grouper
 from relax_hpc.roles.rollout.evaluation import Evaluator
+from relax_hpc.roles.rollout.folders import Folders
 
 P, SIBLINGS, STEPS, EVERY = 16, 4, 27, 6
 TICK_S = 0.01
@@ -143,11 +143,10 @@ async def run(folder, case):
     heldout = [Prompt(n, [7], "1") for n in range(case.heldout)]
     evaluator = Evaluator(made, {"heldout": heldout}, judged, Events(), Board())
     work = asyncio.create_task(engine.work())
-    with Producer(paths.bus, "rollout-0", {}) as producer:
+    with Folders.open(paths.bus, 0, 1, {}) as folders:
         credits = CreditTail(paths.bus, every_s=CREDITS_EVERY_S)
         await rollout.run(
-            made, rollout.Task(0, 1), engine, Grouper(made, Prompts(), judged), evaluator,
-            producer, credits, Events(),
+            made, engine, Grouper(made, Prompts(), judged), evaluator, folders, credits, Events(),
         )  # fmt: skip
     work.cancel()
     trainer.join()

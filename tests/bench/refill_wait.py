@@ -18,7 +18,6 @@ from role_fakes import Events, config
 from relax_hpc.bus import layout
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.plan import read_chain
-from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.source import Prompt
@@ -28,6 +27,7 @@ from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.roles.rollout.build import credits_every_s
 from relax_hpc.roles.rollout.episodes import Grouper, seed_of
 from relax_hpc.roles.rollout.evaluation import Evaluator
+from relax_hpc.roles.rollout.folders import Folders
 
 P, STEPS, SIBLINGS = 16, 10, 2
 TRAIN_S, SAMPLE_S, PLACES = 4.0, 1.0, 20
@@ -88,11 +88,10 @@ async def run(folder, groups, lag):
     trainer.start()
     judged = episodes(made, engines, score)
     evaluator = Evaluator(made, {"heldout": []}, judged, Events(), Board())
-    with Producer(paths.bus, "rollout-0", {}) as producer:
+    with Folders.open(paths.bus, 0, 1, {}) as folders:
         credits = CreditTail(paths.bus, every_s=credits_every_s(made))
         await rollout.run(
-            made, rollout.Task(0, 1), engines, Grouper(made, Prompts(), judged), evaluator,
-            producer, credits, Events(),
+            made, engines, Grouper(made, Prompts(), judged), evaluator, folders, credits, Events(),
         )  # fmt: skip
     trainer.join()
     chain = read_chain(paths.bus)

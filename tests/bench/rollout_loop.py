@@ -6,7 +6,7 @@
 Everything between a prompt's ordinal and the row that a producer is given is the program's own;
 engines answer at once, a response's text and reward are constants, and shards are thrown away.
 Either tree has a process of its own, which is asked for a round when it is its turn. The tree
-before is 3adf100 or one of before, or one with episodes.
+before is 3adf100 or one of before, or one whose loop is given folders.
 
 Scoring in worker processes is measured apart: see `_scoring`.
 """
@@ -14,12 +14,13 @@ Scoring in worker processes is measured apart: see `_scoring`.
 import argparse
 import asyncio
 import gc
+import itertools
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -66,6 +67,9 @@ class Producer:
     @property
     def steps(self) -> int:
         return self.num_groups // PROMPTS_PER_STEP
+
+    def owed(self, *, start: int) -> Iterator[int]:
+        return itertools.count(start)
 
     def owe_again(self, _again: object) -> list[int]:
         return []
@@ -181,9 +185,7 @@ async def _episodes(num_given: int, num_sampled: int) -> None:
     episodes = Episodes(config, SingleTurn(), sampler, Constant(), score, max_tokens=1 << 20)
     evaluator = Evaluator(config, {}, episodes, Silent(), None)
     grouper = Grouper(config, prompts, episodes)
-    await loop.run(
-        config, loop.Task(0, 1), sampler, grouper, evaluator, producer, producer, Silent()
-    )
+    await loop.run(config, sampler, grouper, evaluator, producer, producer, Silent())
 
 
 def _serve() -> None:

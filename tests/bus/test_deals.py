@@ -190,15 +190,14 @@ class Lives:
                 for guid, begun in kept.partial.items():
                     assert guid not in found, "one task goes on with it"
                     found[guid] = int(begun.trajectories[0].version_runs[0, 1])
-                self._work(kept, task, horizon, finishes=finishes)
+                self._work(kept, horizon, finishes=finishes)
                 raise KeyboardInterrupt
         before = {guid: life for guid, life in self.kept.items() if life < self.number}
         assert {g: life for g, life in found.items() if g in before} == before
         self._train()
 
-    def _work(self, kept, task, horizon, *, finishes):
-        guids = itertools.takewhile(lambda g: g < horizon, kept.deals.guids(task, start=0))
-        for guid in [guid for guid in guids if guid not in kept.committed]:
+    def _work(self, kept, horizon, *, finishes):
+        for guid in [*itertools.takewhile(lambda g: g < horizon, kept.owed(start=0))]:
             drawn = 0 if finishes else self.dice.random()
             if drawn < 0.5:
                 version = self.kept.pop(guid, 0)

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from relax_hpc.bus.layout import Deal, Deals
 from relax_hpc.environments.single_turn import SingleTurn
 from relax_hpc.prompts.stop_texts import StopTexts
 from relax_hpc.rewards.contract import Score
@@ -72,12 +73,33 @@ def episodes(config, sampler, score, environment=None, conversation=None, max_to
     return Episodes(config, environment, sampler, conversation, scores, max_tokens=max_tokens)
 
 
-def run(config, task, prompts, heldout, sampler, score, producer, credits, events, end=None):
-    """The loop of a rollout task; the held-out prompts are those of its first set."""
+class Folder:
+    """The one folder of a rollout task, of `size` tasks: it takes every group."""
+
+    committed = frozenset()
+
+    def __init__(self, task=0, size=1):
+        self._task, self._deals = task, Deals([Deal(0, size)])
+
+    def owed(self, *, start):
+        found = self._deals.guids(self._task, start=start)
+        return (guid for guid in found if guid not in self.committed)
+
+    def owe_again(self, again):
+        return []
+
+    def collect(self, retired_guid_below): ...
+
+    def lots(self, groups):
+        return [groups]
+
+
+def run(config, prompts, heldout, sampler, score, folders, credits, events, end=None):
+    """The loop of a rollout task; its held-out prompts are those of its first set."""
     made = episodes(config, sampler, score)
     [name] = config.eval
-    shares = {name: heldout[task.rank :: task.size]}
+    shares = {name: heldout}
     group, evaluator = Grouper(config, Prompts(prompts), made), Evaluator(
         config, shares, made, events, Board(over=() if heldout else (config.num_steps,))
     )  # fmt: skip
-    return rollout.run(config, task, sampler, group, evaluator, producer, credits, events, end)
+    return rollout.run(config, sampler, group, evaluator, folders, credits, events, end)

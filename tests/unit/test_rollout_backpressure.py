@@ -69,10 +69,10 @@ def config(**schedule):
     )
 
 
-def start(paths, producer, sampler, settings, *, heldout=()):
+def start(paths, folders, sampler, settings, *, heldout=()):
     prompts = [Prompt(index=i, token_ids=[7], answer="1") for i in range(PROMPTS)]
-    arguments = (prompts, heldout, sampler, lambda response, prompt: 1.0, producer)
-    loop = episode_fakes.run(settings, rollout.Task(0, 1), *arguments, CreditTail(paths), Events())
+    arguments = (prompts, heldout, sampler, lambda response, prompt: 1.0, folders)
+    loop = episode_fakes.run(settings, *arguments, CreditTail(paths), Events())
     thread = threading.Thread(target=asyncio.run, args=(loop,), daemon=True)
     thread.start()
     return thread
@@ -88,10 +88,10 @@ def test_groups_that_the_trainer_will_not_use_are_sampled_again(tmp_path):
     paths, sampler = make_bus(tmp_path), Sampler()
     settings = config()
     with (
-        Producer(paths, "rollout-0", {}) as producer,
+        Folders.open(paths, 0, 1, {}) as folders,
         Sequencer(paths, prompts_per_step=PROMPTS, position=None) as sequencer,
     ):
-        thread = start(paths, producer, sampler, settings)
+        thread = start(paths, folders, sampler, settings)
         deadline = time.monotonic() + 20
         while audit(paths).committed < PROMPTS * SIBLINGS:
             assert time.monotonic() < deadline
@@ -114,10 +114,10 @@ def test_routed_experts_reach_the_bus_and_are_asked_for_only_where_something_is_
     wanted = settings.rollout.model_copy(update={"routed_experts": True})
     settings = settings.model_copy(update={"rollout": wanted})
     with (
-        Producer(paths, "rollout-0", {}) as producer,
+        Folders.open(paths, 0, 1, {}) as folders,
         Sequencer(paths, prompts_per_step=PROMPTS, position=None) as sequencer,
     ):
-        thread = start(paths, producer, sampler, settings, heldout=[Prompt(0, [7], "1")])
+        thread = start(paths, folders, sampler, settings, heldout=[Prompt(0, [7], "1")])
         record = sequencer.next_portion(1, timeout_s=20)
         sampler.now = 1
         sequencer.finish()
@@ -132,8 +132,8 @@ def test_a_full_file_system_stops_new_samples_and_loses_none(tmp_path, monkeypat
     monkeypatch.setattr(durable, "FULL_RETRY_S", 0.2)
     paths, sampler = make_bus(tmp_path), Sampler()
     refused = []
-    with Producer(paths, "rollout-0", {}) as producer:
-        real = producer.put
+    with Folders.open(paths, 0, 1, {}) as folders:
+        real = folders.put
 
         def put(groups):
             if len(refused) < 3:
@@ -141,9 +141,9 @@ def test_a_full_file_system_stops_new_samples_and_loses_none(tmp_path, monkeypat
                 raise BusFullError(Path("shard"), OSError(errno.ENOSPC, "no space left"))
             return real(groups)
 
-        monkeypatch.setattr(producer, "put", put)
+        monkeypatch.setattr(folders, "put", put)
         with Sequencer(paths, prompts_per_step=PROMPTS, position=None) as sequencer:
-            thread = start(paths, producer, sampler, config())
+            thread = start(paths, folders, sampler, config())
             record = sequencer.next_portion(1, timeout_s=20)
             sequencer.finish()
             thread.join(timeout=20)
@@ -191,7 +191,7 @@ def test_nothing_new_is_started_while_finished_groups_find_no_space(monkeypatch)
 
     monkeypatch.setattr(rollout, "publish", publish)
     monkeypatch.setattr(durable.time, "monotonic", lambda: now)
-    outbox = rollout.Outbox(Producer, Events(), groups_per_shard=1)
+    outbox = rollout.Outbox(episode_fakes.Folder(), Events(), groups_per_shard=1)
     assert not outbox.full
     outbox.send(rest=True)
     assert not outbox.full  # there was nothing to send

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-from itertools import islice
 from types import SimpleNamespace
 
 import episode_fakes
@@ -18,7 +17,6 @@ from relax_hpc.bus import layout
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.plan import PlanPosition
-from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.checkpoints.store import Checkpoints
@@ -27,8 +25,8 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.actor import loop as actor
 from relax_hpc.roles.actor.rank0 import Rank0
-from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.roles.rollout.episodes import seed_of
+from relax_hpc.roles.rollout.folders import Folders
 from relax_hpc.telemetry.events import EventWriter, read_events
 from relax_hpc.weights.publish import Published
 from relax_hpc.weights.verify import Verified
@@ -205,16 +203,15 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
         prompts = [
             Prompt(index=i, token_ids=[7, 100 + i], answer="1") for i in range(STEPS * PROMPTS)
         ]
-        with Producer(paths.bus, "rollout-0", {"run": "tour"}) as producer:
+        with Folders.open(paths.bus, 0, 1, {"run": "tour"}) as folders:
             asyncio.run(
                 episode_fakes.run(
                     config,
-                    rollout.Task(0, 1),
                     prompts,
                     prompts[:2],
                     FakeSampler(policy, max_staleness),
                     lambda response, prompt: float(response[0] == 1),
-                    producer,
+                    folders,
                     CreditTail(paths.bus),
                     EventWriter(paths.events("rollout", 0), "rollout", 0),
                 )
@@ -249,12 +246,6 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
     assert (counts.planned_twice, counts.duplicates, counts.dropped) == (0, 0, 0)
     assert counts.max_staleness <= max_staleness
     assert [c.step for c in checkpoints.complete()] == [STEPS]
-
-
-def test_a_killed_rollout_task_owes_exactly_what_is_not_committed():
-    first, second = rollout.Task(0, 2), rollout.Task(1, 2)
-    assert list(islice(rollout.owned_guids(first, {2}, start=0), 4)) == [0, 4, 6, 8]
-    assert list(islice(rollout.owned_guids(second, set(), start=4), 3)) == [5, 7, 9]
 
 
 def test_seeds_differ_between_siblings_and_repeat_after_a_restart():

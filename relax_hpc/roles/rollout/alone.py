@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from relax_hpc.bus.producer import Producer
 from relax_hpc.config.engines import ROLLOUT
 from relax_hpc.config.run import RunConfig
 from relax_hpc.environments import registry as environments
@@ -21,10 +20,11 @@ from relax_hpc.roles.engine.hosting import Hosting, hosting_of, slots_of
 from relax_hpc.roles.engine.hosts import kept, while_kept
 from relax_hpc.roles.role import Say
 from relax_hpc.roles.rollout import prompt_check, row_check
-from relax_hpc.roles.rollout.build import evaluator_of, provenance, sampling
+from relax_hpc.roles.rollout.build import Task, evaluator_of, provenance, sampling
 from relax_hpc.roles.rollout.check import try_reward
 from relax_hpc.roles.rollout.episodes import Episode, rows_of
-from relax_hpc.roles.rollout.loop import Task, publish
+from relax_hpc.roles.rollout.folders import Folders
+from relax_hpc.roles.rollout.loop import publish
 from relax_hpc.roles.rollout.prompt_check import Files, Sources
 from relax_hpc.roles.training.check import check_weights
 from relax_hpc.schema import PromptGroup
@@ -73,8 +73,8 @@ def main(
         for host in hosts:
             host.wait_until_healthy()
         own = [each.slot.id for each in hostings if each.spec.pool == ROLLOUT]
-        with Producer(paths.bus, config.producers[0], origin) as producer:
-            shards = Shards(config, sources, producer, events)
+        with Folders.open(paths.bus, 0, 1, origin) as folders:
+            shards = Shards(config, sources, folders, events)
             asyncio.run(while_kept(hosts, _evaluate(config, paths, own, sources, shards, events)))
             if missing := shards.num_missing():
                 log.warning(
@@ -112,9 +112,9 @@ class Shards:
     """Puts what is sampled on the bus as well, where `relax-hpc view` finds it."""
 
     def __init__(
-        self, config: RunConfig, sources: Sources, producer: Producer, events: EventWriter
+        self, config: RunConfig, sources: Sources, folders: Folders, events: EventWriter
     ) -> None:
-        self._most, self._producer, self._events = config.rollout.groups_per_shard, producer, events
+        self._most, self._folders, self._events = config.rollout.groups_per_shard, folders, events
         self._prompts = {
             name: min(settings.num_prompts, len(sources.heldout[name]))
             for name, settings in config.eval.items()
@@ -128,7 +128,7 @@ class Shards:
     ) -> None:
         """Takes the episodes of a prompt; an earlier start may have had it."""
         guid = self._first[name] + prompt.index
-        if guid in self._producer.committed:
+        if guid in self._folders.committed:
             return
         rows = [
             row
@@ -145,10 +145,10 @@ class Shards:
         A task that is killed keeps their samples, which are not asked for again, and loses what it
         has gathered for a shard.
         """
-        return sum(self._prompts.values()) - len(self._producer.committed)
+        return sum(self._prompts.values()) - len(self._folders.committed)
 
     def send(self) -> None:
         """Publishes what there is."""
         if self._ready:
-            publish(self._producer, self._ready, self._events)
+            publish(self._folders, self._ready, self._events)
             self._ready = []

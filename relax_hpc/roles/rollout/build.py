@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from relax_hpc import heartbeat
 from relax_hpc.algorithms.groups import Refill
@@ -98,10 +98,10 @@ def _host(
             provenance(config, context),
             compress=config.bus.compress,
             spares=SPARES,
-        ) as producer:
+        ) as folders:
             ending = Ending(paths, context.attempt, paths.keeps(context.attempt, number))
             idle = Idle.of(config, paths, context)
-            loop = _loop(config, paths, number, own, sources, producer, events, ending, idle)
+            loop = _loop(config, paths, number, own, sources, folders, events, ending, idle)
             asyncio.run(while_kept(hosts, loop))
 
 
@@ -111,12 +111,12 @@ async def _loop(
     number: int,
     own: Sequence[str],
     sources: Sources,
-    producer: Folders,
+    folders: Folders,
     events: EventWriter,
     ending: Ending,
     idle: Idle,
 ) -> None:
-    task = rollout.Task(number, config.rollout_pool.num_hosts, producer.deals)
+    task = Task(number, config.rollout_pool.num_hosts)
     async with sampling(config, paths, own, sources, events) as (sampler, episodes):
         limits = prompt_check.limits_of(config)
         group = Grouper(
@@ -125,16 +125,15 @@ async def _loop(
             episodes(limits.trained, heldout=False),
             retirement_of(config, paths),
         )
-        unfinished = Unfinished(config, group, producer, events)
+        unfinished = Unfinished(config, group, folders, events)
         await rollout.run(
             config,
-            task,
             sampler,
             group,
             await evaluator_of(
                 config, paths, task, sources, episodes(limits.sampled, heldout=True), events
             ),
-            producer,
+            folders,
             CreditTail(paths.bus, num_steps=config.num_steps, every_s=credits_every_s(config)),
             events,
             AnnouncedEnd(ending, unfinished, idle, NewestVersion(config, paths)),
@@ -144,6 +143,13 @@ async def _loop(
 def credits_every_s(config: RunConfig) -> float:
     """Seconds between a task's looks at the credits."""
     return REFILLED_EVERY_S if isinstance(config.algorithm.groups, Refill) else CREDITS_EVERY_S
+
+
+class Task(NamedTuple):
+    """A rollout task among those that there are."""
+
+    rank: int
+    size: int
 
 
 class MakeEpisodes(Protocol):
@@ -202,7 +208,7 @@ async def sampling(
 async def evaluator_of(
     config: RunConfig,
     paths: RunPaths,
-    task: rollout.Task,
+    task: Task,
     sources: Sources,
     episodes: Episodes,
     events: EventWriter,
@@ -215,7 +221,7 @@ async def evaluator_of(
 
 
 async def heldout_shares(
-    config: RunConfig, task: rollout.Task, sources: Sources
+    config: RunConfig, task: Task, sources: Sources
 ) -> dict[str, list[Prompt]]:
     """The prompts of each held-out set that this task scores."""
     shares = {}

@@ -22,11 +22,12 @@ class Folders:
 
     Args:
         deals: of the run.
+        task: number of the rollout task.
         producers: by number of their folder.
     """
 
-    def __init__(self, deals: Deals, producers: Mapping[int, Producer]) -> None:
-        self.deals, self._producers = deals, producers
+    def __init__(self, deals: Deals, task: int, producers: Mapping[int, Producer]) -> None:
+        self._deals, self._task, self._producers = deals, task, producers
 
     @classmethod
     @contextmanager
@@ -65,7 +66,13 @@ class Folders:
                 for number, name in enumerate(header.producers)
                 if header.deals.task_of(number) == task
             }
-            yield cls(header.deals, kept)
+            yield cls(header.deals, task, kept)
+
+    def owed(self, *, start: int) -> Iterator[int]:
+        """Prompt groups of the task from `start` on that are not committed now, rising and without
+        end."""
+        committed = self.committed
+        return (g for g in self._deals.guids(self._task, start=start) if g not in committed)
 
     @property
     def committed(self) -> set[int]:
@@ -89,7 +96,7 @@ class Folders:
         """Divides groups into those of each folder: only they can be put as one shard."""
         found = dict[int, list[PromptGroup]]()
         for group in groups:
-            found.setdefault(self.deals.folder_of(group.guid), []).append(group)
+            found.setdefault(self._deals.folder_of(group.guid), []).append(group)
         return list(found.values())
 
     def times_kept(self, guid: int) -> int:
@@ -109,4 +116,4 @@ class Folders:
         return sum(each.collect(retired_guid_below) for each in self._producers.values())
 
     def _of(self, guid: int) -> Producer:
-        return self._producers[self.deals.folder_of(guid)]
+        return self._producers[self._deals.folder_of(guid)]

@@ -6,14 +6,12 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from relax_hpc.bus.credits import Credit, CreditTail
 from relax_hpc.bus.durable import Space
-from relax_hpc.bus.layout import Deal, Deals
-from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.staleness import may_start_batch
 from relax_hpc.config.run import RunConfig
 from relax_hpc.roles.rollout.episodes import Grouper
@@ -71,26 +69,12 @@ class NoEnd:
     def close(self) -> None: ...
 
 
-class Task(NamedTuple):
-    """One rollout task's share of the work: prompt ordinals, by rank."""
-
-    rank: int
-    size: int
-    deals: Deals = Deals()
-    """All deals of the run; none where there always were so many tasks."""
-
-    def guids(self, *, start: int) -> Iterator[int]:
-        """All prompt ordinals of this task from `start` on, rising and without end."""
-        return (self.deals or Deals([Deal(0, self.size)])).guids(self.rank, start=start)
-
-
 async def run(
     config: RunConfig,
-    task: Task,
     engines: Engines,
     group: Grouper,
     evaluator: Evaluator,
-    producer: Producer | Folders,
+    folders: Folders,
     credits: CreditTail,
     events: EventWriter,
     end: End | None = None,
@@ -103,16 +87,16 @@ async def run(
     Nothing is remembered outside the bus: what is committed is done, everything else is owed. So a
     task that is killed anywhere goes on where its log ends, with no prompt skipped or doubled.
     """
-    outbox = Outbox(producer, events, groups_per_shard=config.rollout.groups_per_shard)
+    outbox = Outbox(folders, events, groups_per_shard=config.rollout.groups_per_shard)
     retired = credit.retired_guid_below if (credit := credits.latest()) else 0
-    owed, rest = deque[int](), owned_guids(task, producer.committed, start=retired)
+    owed, rest = deque[int](), folders.owed(start=retired)
     pace, end = Pace(config), end or NoEnd()
     end.begin(start=retired)
     running = dict[asyncio.Task[PromptGroup], int]()
     while not await _is_over(config, engines, evaluator, credits, running, owed):
         credit, version = credits.latest(), await engines.version()
         evaluator.consider(version, trained=credit.step if credit else 0)
-        owed.extendleft(reversed(producer.owe_again(credit.owed if credit else ())))
+        owed.extendleft(reversed(folders.owe_again(credit.owed if credit else ())))
         pace.follow(credit or Credit())
         is_ending = end.is_near()  # from here on the same, whatever is announced meanwhile
         while not (outbox.full or is_ending) and pace.may_start(_first(owed, rest), version):
@@ -123,7 +107,7 @@ async def run(
         done = await _some(running)
         outbox.add([task.result() for task in done])
         running = {started: guid for started, guid in running.items() if started not in done}
-        producer.collect(credit.retired_guid_below if credit else 0)
+        folders.collect(credit.retired_guid_below if credit else 0)
         outbox.send(rest=is_ending or pace.is_done(outbox.guids, running.values()))
         if is_ending and not outbox.guids:
             end.keep(owed)
@@ -201,11 +185,6 @@ class Pace:
         return all(self.batch_of(guid) > last for guid in running)
 
 
-def owned_guids(task: Task, committed: set[int], *, start: int) -> Iterator[int]:
-    """Prompt ordinals of this task that are not committed yet, in order and without end."""
-    return (guid for guid in task.guids(start=start) if guid not in committed)
-
-
 def _first(owed: deque[int], rest: Iterator[int]) -> int:
     """The ordinal that is next: of those owed again, or else of the rest."""
     if not owed:
@@ -216,10 +195,8 @@ def _first(owed: deque[int], rest: Iterator[int]) -> int:
 class Outbox:
     """Finished groups on their way to the bus. A full file system holds them up; it loses none."""
 
-    def __init__(
-        self, producer: Producer | Folders, events: EventWriter, *, groups_per_shard: int
-    ) -> None:
-        self._producer, self._events = producer, events
+    def __init__(self, folders: Folders, events: EventWriter, *, groups_per_shard: int) -> None:
+        self._folders, self._events = folders, events
         self._groups_per_shard = groups_per_shard
         self._ready: list[PromptGroup] = []
         self._ready_since = 0.0
@@ -247,18 +224,16 @@ class Outbox:
         if not self._ready or not enough:
             return
         left = list[PromptGroup]()
-        for lot in self._producer.lots(self._ready):
-            if not self._space.write(partial(publish, self._producer, lot, self._events)):
+        for lot in self._folders.lots(self._ready):
+            if not self._space.write(partial(publish, self._folders, lot, self._events)):
                 left += lot
         self._ready = left
 
 
-def publish(
-    producer: Producer | Folders, groups: Sequence[PromptGroup], events: EventWriter
-) -> None:
-    """Commits finished groups as one shard and says so."""
+def publish(folders: Folders, groups: Sequence[PromptGroup], events: EventWriter) -> None:
+    """Commits finished groups of one folder as one shard and says so."""
     start = time.perf_counter()
-    producer.put(groups)
+    folders.put(groups)
     rows = [row for group in groups for row in group.trajectories]
     rows = [row for row in rows if row.finish is not FinishReason.RETIRED]
     if not rows:

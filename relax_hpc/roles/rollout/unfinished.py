@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 from relax_hpc.bus.durable import Space
-from relax_hpc.bus.producer import Producer
 from relax_hpc.config.run import RunConfig
 from relax_hpc.environments.record import Record, break_off, record_of
 from relax_hpc.errors import ConfigError
@@ -91,7 +90,7 @@ class Unfinished:
     Args:
         config: of the run.
         grouper: has the prompts and records of those under way.
-        producer: of the task.
+        folders: of the task.
         events: are told what is kept, and what is gone on with.
     """
 
@@ -99,11 +98,11 @@ class Unfinished:
         self,
         config: RunConfig,
         grouper: Grouper,
-        producer: Producer | Folders,
+        folders: Folders,
         events: EventWriter,
     ) -> None:
         self._config, self._grouper = config, grouper
-        self._producer, self._events = producer, events
+        self._folders, self._events = folders, events
 
     def recall(self, *, start: int) -> None:
         """Gives the grouper what an earlier task has kept, of ordinals from `start` on.
@@ -111,10 +110,10 @@ class Unfinished:
         Raises:
             ConfigError: a file of the model or its tokenizer is not the one it was sampled with.
         """
-        found = {g: group for g, group in self._producer.partial.items() if g >= start}
-        num_damaged = self._producer.num_damaged_tokens
+        found = {g: group for g, group in self._folders.partial.items() if g >= start}
+        num_damaged = self._folders.num_damaged_tokens
         most = self._config.rollout.max_continuations
-        again = {g for g in found if most is not None and self._producer.times_kept(g) > most}
+        again = {g for g in found if most is not None and self._folders.times_kept(g) > most}
         self._check_model(found)
         for guid, group in found.items():
             if guid not in again:
@@ -140,8 +139,8 @@ class Unfinished:
         num_lost += sum(map(self._num_held, self._grouper.asked.keys() - set(guids)))
         groups = list[PromptGroup]()
         found = [group for guid in begun if num_sampled(group := self._group(guid))]
-        for lot in self._producer.lots(found) if found else []:
-            if Space().write(partial(self._producer.put_partial, lot)):
+        for lot in self._folders.lots(found) if found else []:
+            if Space().write(partial(self._folders.put_partial, lot)):
                 groups += lot
             else:
                 log.error("no room for %d unfinished prompt groups: sampled again", len(lot))
@@ -175,7 +174,7 @@ class Unfinished:
     def _group(self, guid: int) -> PromptGroup:
         prompt = self._grouper.asked.get(guid)
         if prompt is None:  # nobody has gone on with it
-            return self._producer.partial[guid]
+            return self._folders.partial[guid]
         rows = []
         for sibling, record in enumerate(self._grouper.running[guid]):
             seed, episode = seed_of(self._config.seed, guid, sibling), Episode(record, Score(0.0))
@@ -186,7 +185,7 @@ class Unfinished:
         return PromptGroup(guid, rows)
 
     def _check_model(self, guids: Collection[int]) -> None:
-        path, said = self._config.model.path, self._producer.partial_origin
+        path, said = self._config.model.path, self._folders.partial_origin
         now = digests_of(path) if guids else ""
         for guid in (each for each in guids if said[each].get(MODEL, now) != now):
             before = str(said[guid][MODEL])

@@ -31,9 +31,8 @@ from relax_hpc.media.workers import Decoders, MediaWorkers, Prepared
 from relax_hpc.prompts.media_tokens import MediaTokens
 from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.source import PromptSource
-from relax_hpc.roles.rollout.build import heldout_shares
+from relax_hpc.roles.rollout.build import Task, heldout_shares
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
-from relax_hpc.roles.rollout.loop import Task
 from relax_hpc.roles.rollout.prompt_check import Sources
 from relax_hpc.schema import MediaKind
 

@@ -284,16 +284,10 @@ class NoTrainer:
         return self.credit
 
 
-class Producer:
+class Folder(episode_fakes.Folder):
     def __init__(self):
-        self.committed, self.guids = set(), []
-
-    def owe_again(self, again):
-        return []
-
-    def collect(self, retired_guid_below): ...
-    def lots(self, groups):
-        return [groups]
+        super().__init__()
+        self.guids = []
 
     def put(self, groups):
         self.guids += [group.guid for group in groups]
@@ -314,9 +308,9 @@ def test_rollout_without_a_trainer_goes_as_far_as_it_may_then_has_nothing_to_do_
         rollout__groups_per_shard=1, **APART,
     )  # fmt: skip
     prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer="") for i in range(12)]
-    sampler, credits, producer, end = Sampler(journal), NoTrainer(), Producer(), End()
+    sampler, credits, folder, end = Sampler(journal), NoTrainer(), Folder(), End()
     whole = episode_fakes.run(
-        made, loop.Task(0, 1), prompts, prompts[:1], sampler, lambda *_: 1.0, producer, credits,
+        made, prompts, prompts[:1], sampler, lambda *_: 1.0, folder, credits,
         events, end=end,
     )  # fmt: skip
 
@@ -331,7 +325,7 @@ def test_rollout_without_a_trainer_goes_as_far_as_it_may_then_has_nothing_to_do_
             while end.said[-1:] != [(version, True)]:
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.02)
-            assert sorted(producer.guids) == [*range(guids)]
+            assert sorted(folder.guids) == [*range(guids)]
         credits.credit = Credit(step=6, policy_version=6, finished=True)
         await asyncio.sleep(0.2)
         assert not running.done(), "the last policy is to be loaded and evaluated"

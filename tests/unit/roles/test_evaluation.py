@@ -16,7 +16,6 @@ from relax_hpc.rewards.contract import Score
 from relax_hpc.roles.rollout.evaluation import Evaluator
 from relax_hpc.roles.rollout.heldout import Board as RealBoard
 from relax_hpc.roles.rollout.heldout import Due
-from relax_hpc.roles.rollout.loop import Task
 from relax_hpc.sampling.how import How
 
 
@@ -390,11 +389,12 @@ def test_a_run_that_is_given_more_steps_evaluates_its_new_last_policy_and_no_old
     ]  # fmt: skip
 
 
-class Busy:
+class Busy(episode_fakes.Folder):
     """A trainer's bus: says what is published; the sampler does not answer held-out prompts."""
 
     def __init__(self, num_groups):
-        self.published, self.num_groups, self.committed = [], num_groups, set()
+        super().__init__()
+        self.published, self.num_groups = [], num_groups
         self.looks = 0
 
     async def version(self):
@@ -404,15 +404,6 @@ class Busy:
         while how.temperature == 0 and len(self.published) < self.num_groups:
             await asyncio.sleep(0.001)
         return answer(draft, [5], [-0.5], [(0, 0)])
-
-    def owe_again(self, owed):
-        return []
-
-    def collect(self, retired_guid_below):
-        pass
-
-    def lots(self, groups):
-        return [groups]
 
     def put(self, groups):
         self.published += groups
@@ -430,7 +421,7 @@ def test_groups_go_on_being_started_and_published_while_held_out_prompts_are_sam
     )  # fmt: skip
     prompts = [Prompt(index=i, token_ids=[7, i], answer="") for i in range(8)]
     loop = episode_fakes.run(
-        settings, Task(0, 1), prompts, [Prompt(0, [8], "h")], busy, lambda *_: 1.0,
+        settings, prompts, [Prompt(0, [8], "h")], busy, lambda *_: 1.0,
         busy, busy, events,
     )  # fmt: skip
     asyncio.run(asyncio.wait_for(loop, 20))

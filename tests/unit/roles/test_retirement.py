@@ -13,7 +13,6 @@ from relax_hpc.bus import follower, layout, plan, staleness
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import Credit, CreditTail
 from relax_hpc.bus.plan import SkippedGroup, read_chain
-from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.errors import ConfigError, PeerTimeoutError
 from relax_hpc.paths import RunPaths
@@ -23,6 +22,7 @@ from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.roles.rollout import retirement
 from relax_hpc.roles.rollout.episodes import Grouper, seed_of
 from relax_hpc.roles.rollout.evaluation import Evaluator
+from relax_hpc.roles.rollout.folders import Folders
 
 ROWS, P, STEPS, LAG, SIBLINGS = 10, 4, 12, 1, 2
 SOLVED = range(4)
@@ -70,9 +70,9 @@ async def sample(made, paths, engines):
     judged = episodes(made, engines, score)
     group = Grouper(made, Epochs(), judged, retirement.retirement_of(made, paths))
     evaluator = Evaluator(made, {"heldout": []}, judged, Events(), Board())
-    with Producer(paths.bus, "rollout-0", {}) as producer:
-        credits, task = CreditTail(paths.bus), rollout.Task(0, 1)
-        await rollout.run(made, task, engines, group, evaluator, producer, credits, Events())
+    with Folders.open(paths.bus, 0, 1, {}) as folders:
+        credits = CreditTail(paths.bus)
+        await rollout.run(made, engines, group, evaluator, folders, credits, Events())
 
 
 async def train(made, paths, engines, checkpoint):

@@ -14,20 +14,23 @@ from episode_fakes import answer
 from role_fakes import Events, Journal, config, row
 
 from relax_hpc.bus.credits import Credit, Owed
+from relax_hpc.bus.layout import Deal, Deals
 from relax_hpc.environments.record import Record
 from relax_hpc.errors import EngineUnfitError, RelaxError
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.rollout import loop as loop_module
 from relax_hpc.roles.rollout.episodes import seed_of
-from relax_hpc.roles.rollout.loop import Task, owned_guids, publish
+from relax_hpc.roles.rollout.folders import Folders
+from relax_hpc.roles.rollout.loop import publish
 from relax_hpc.sampling.how import How
 from relax_hpc.schema import MediaKind, Medium, PromptGroup
 
 STEPS = 3
 
 
-def owned_below(end, task, committed, start):
-    guids = owned_guids(task, committed, start=start)
+def owned_below(end, rank, size, committed, start):
+    folder = SimpleNamespace(committed=committed)
+    guids = Folders(Deals([Deal(0, size)]), rank, {rank: folder}).owed(start=start)
     return list(itertools.takewhile(lambda guid: guid < end, guids))
 
 
@@ -43,13 +46,13 @@ def owned_below(end, task, committed, start):
     ],
 )
 def test_a_task_owns_every_prompt_of_its_rank_from_any_start_on(start, rank, owned):
-    assert owned_below(10, Task(rank, 2), set(), start) == owned
-    assert owned_below(10, Task(rank, 2), {owned[0]}, start) == owned[1:]
+    assert owned_below(10, rank, 2, set(), start) == owned
+    assert owned_below(10, rank, 2, {owned[0]}, start) == owned[1:]
 
 
 @pytest.mark.parametrize("start", range(7))
 def test_three_tasks_share_the_prompts_and_leave_none_out(start):
-    shares = [owned_below(10, Task(rank, 3), set(), start) for rank in range(3)]
+    shares = [owned_below(10, rank, 3, set(), start) for rank in range(3)]
     assert sorted(guid for share in shares for guid in share) == list(range(start, 10))
     assert all(guid % 3 == rank for rank, share in enumerate(shares) for guid in share)
 
@@ -68,10 +71,11 @@ class Sampler:
         return answer(draft, [5], [-0.5], [(0, self.now)])
 
 
-class Producer:
+class Folder(episode_fakes.Folder):
     """Has committed some guids, and owes some again when the trainer says so."""
 
-    def __init__(self, journal, committed=(), again=()):
+    def __init__(self, journal, committed=(), again=(), **of):
+        super().__init__(**of)
         self.journal, self.committed, self.again = journal, set(committed), list(again)
 
     def owe_again(self, again):
@@ -80,9 +84,6 @@ class Producer:
 
     def collect(self, retired_guid_below):
         self.journal.note("collect", retired_guid_below)
-
-    def lots(self, groups):
-        return [groups]
 
     def put(self, groups):
         self.journal.note("put", [group.guid for group in groups])
@@ -109,11 +110,11 @@ def run(*, version=2, committed=(), again=(), credit=None, count=4, rank=1, **se
     )  # fmt: skip
     prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer=str(i)) for i in range(12)]
     sampler = Sampler(version, journal)
-    arguments = (prompts, [Prompt(0, [8], "h"), Prompt(1, [9], "h")], sampler, lambda *_: 1.0)
+    arguments = (prompts, [Prompt(1, [9], "h")], sampler, lambda *_: 1.0)
     credit = credit or Credit(step=version, policy_version=version)
     credits = Credits(sampler, count, credit)
-    producer = Producer(journal, committed, again)
-    loop = episode_fakes.run(made, Task(rank, 2), *arguments, producer, credits, events)
+    folder = Folder(journal, committed, again, task=rank, size=2)
+    loop = episode_fakes.run(made, *arguments, folder, credits, events)
     asyncio.run(asyncio.wait_for(loop, 20))
     return journal, events
 
@@ -188,8 +189,8 @@ def test_a_start_that_finds_training_over_waits_for_the_last_policy_and_evaluate
 
     made = config(schedule__num_steps=STEPS)
     loop = episode_fakes.run(
-        made, Task(0, 1), [], [Prompt(0, [9], "h")], Late(STEPS, journal), lambda *_: 1.0,
-        Producer(journal), Over(), events,
+        made, [], [Prompt(0, [9], "h")], Late(STEPS, journal), lambda *_: 1.0,
+        Folder(journal), Over(), events,
     )  # fmt: skip
     asyncio.run(asyncio.wait_for(loop, 20))
     assert [(e["when"], e["version"]) for e in events.of("eval")] == [("after", STEPS)]
@@ -220,10 +221,10 @@ def test_a_task_goes_on_if_a_trainer_comes_back_that_has_lost_the_last_step():
         rollout__groups_per_shard=1,
     )  # fmt: skip
     prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer=str(i)) for i in range(12)]
-    producer = Producer(journal, committed=range(12), again=[5])
+    folder = Folder(journal, committed=range(12), again=[5])
     loop = episode_fakes.run(
-        made, Task(0, 1), prompts, [Prompt(0, [9], "h")], sampler, lambda *_: 1.0,
-        producer, Back(), events,
+        made, prompts, [Prompt(0, [9], "h")], sampler, lambda *_: 1.0,
+        folder, Back(), events,
     )  # fmt: skip
     asyncio.run(asyncio.wait_for(loop, 20))
     assert journal.of("put") == [("put", [5])]
@@ -259,8 +260,8 @@ def test_a_group_that_was_under_way_when_training_seemed_over_is_sampled_all_the
     prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer=str(i)) for i in range(12)]
     sampler, credits = Held(2, journal), Back()
     loop = episode_fakes.run(
-        made, Task(0, 1), prompts, [Prompt(0, [9], "h")], sampler, lambda *_: 1.0,
-        Producer(journal, committed=range(8)), credits, events,
+        made, prompts, [Prompt(0, [9], "h")], sampler, lambda *_: 1.0,
+        Folder(journal, committed=range(8)), credits, events,
     )  # fmt: skip
     asyncio.run(asyncio.wait_for(loop, 20))
     assert journal.of("put")[-1] == ("put", [9])
@@ -333,7 +334,7 @@ def test_the_event_of_a_shard_counts_media_once_and_tokens_of_every_row():
     rows = [row(5, n)._replace(media=(shown, other), media_spans=spans) for n in range(2)]
     rows.append(row(5, 2)._replace(media=(shown,), media_spans=spans[:1]))
     journal, events = Journal(), Events()
-    publish(Producer(journal), [PromptGroup(5, rows)], events)
+    publish(Folder(journal), [PromptGroup(5, rows)], events)
     [shard] = events.of("shard")
     found = {key: shard[key] for key in shard if "media/" in key}
     assert found == {
@@ -347,7 +348,7 @@ def test_the_event_of_a_shard_says_what_is_in_it():
         PromptGroup(8, [row(8, 0, reward=1.0, version=3), row(8, 1, reward=0.0, version=5)]),
         PromptGroup(6, [row(6, 0, response=1, reward=1.0, version=4), row(6, 1, reward=1.0)]),
     ]
-    publish(Producer(journal), groups, events)
+    publish(Folder(journal), groups, events)
     assert journal == [("put", [8, 6])]
     [shard] = events.of("shard")
     assert shard.pop("seconds") >= 0.0

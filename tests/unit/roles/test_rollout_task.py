@@ -8,7 +8,6 @@ import pytest
 from role_fakes import Events, Journal, config
 
 from relax_hpc.bus import layout
-from relax_hpc.bus.layout import Deal, Deals
 from relax_hpc.engines.response import Draft
 from relax_hpc.environments.base import Outcome
 from relax_hpc.environments.record import Call, Record
@@ -21,7 +20,6 @@ from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.idle import Idle
 from relax_hpc.roles.rollout import build as rollout_task
 from relax_hpc.roles.rollout import episodes, prompt_check, row_check
-from relax_hpc.roles.rollout.loop import Task
 from relax_hpc.roles.rollout.prompt_check import Files
 
 
@@ -61,7 +59,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
         async def __aexit__(self, *_):
             pass
 
-    async def loop(config, task, engines, group, evaluator, producer, credits, events, is_ending):
+    async def loop(config, engines, group, evaluator, folders, credits, events, is_ending):
         given.update(locals())
         right = [ord(letter) for letter in r"\boxed{75}"]
         said = [[*right, 2], [*right[:-2], 2, *right[-2:]], right[1:]]  # 2 is no text
@@ -81,10 +79,9 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     )  # fmt: skip
     own = ["rollout-1.0", "rollout-1.1"]
     sources = prompt_check.sources_of(settings, Files("train", {"heldout": "heldout"}), Tokenizer())
-    paths, deals = RunPaths(tmp_path), Deals([Deal(0, 2), Deal(5, 3)])
-    producer = SimpleNamespace(deals=deals)
+    paths, folders = RunPaths(tmp_path), SimpleNamespace()
     ending = SimpleNamespace(is_near=lambda: False)
-    parts = own, sources, producer, Events(), ending, Idle(None)
+    parts = own, sources, folders, Events(), ending, Idle(None)
     asyncio.run(rollout_task._loop(settings, paths, 1, *parts))
     each = {"settings": settings.prompts, "media": None, "vocab_size": 2**20}
     assert journal == [
@@ -92,11 +89,10 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
         ("heldout", each | {"shuffle_seed": None}),
         ("sampler", own, 2),
     ]
-    assert given["task"] == Task(1, 3, deals)
     group, evaluator = given["group"], given["evaluator"]
     assert asyncio.run(group._prompts.asked(1)) == "train 1"
     assert evaluator._shares == {"heldout": ["heldout 1"]}  # of three; a task has every third
-    assert (given["engines"], given["producer"]) == ("the sampler", producer)
+    assert (given["engines"], given["folders"]) == ("the sampler", folders)
     assert (group._episodes.how(0.5).max_tokens, evaluator._episodes.how(0.5).max_tokens) == (
         16384, 20000
     )  # fmt: skip
@@ -177,9 +173,9 @@ def rolled_out(tmp_path, monkeypatch):
     @contextmanager
     def opened(bus, task, size, provenance, **settings):
         made.update(task=task, size=size, provenance=provenance, **settings)
-        yield "the producer"
+        yield "the folders"
 
-    async def loop(config, paths, number, own, sources, producer, events, ending, idle):
+    async def loop(config, paths, number, own, sources, folders, events, ending, idle):
         made.update(number=number, own=own, sources=sources)
 
     def settle(config, paths, sources, share):

@@ -13,7 +13,6 @@ from relax_hpc.bus import layout
 from relax_hpc.bus.credits import Credit
 from relax_hpc.bus.durable import Space
 from relax_hpc.bus.log import RecordKind, read_log
-from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.shards.encode import from_columns
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.environments.base import Outcome
@@ -24,6 +23,7 @@ from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.ending import Ending
 from relax_hpc.roles.rollout import loop
 from relax_hpc.roles.rollout.episodes import Grouper
+from relax_hpc.roles.rollout.folders import Folders
 from relax_hpc.roles.rollout.unfinished import MODEL, AnnouncedEnd, Unfinished, digests_of
 from relax_hpc.schema import FinishReason
 
@@ -114,18 +114,18 @@ def task(run, engine, *, environment=None, ends=None, **further):
     )
     group = Grouper(made, episode_fakes.Prompts(prompts), parts)
     provenance = {MODEL: digests_of(made.model.path)}
-    with Producer(run.bus, "rollout-0", provenance) as producer:
-        unfinished = Unfinished(made, group, producer, events)
+    with Folders.open(run.bus, 0, 1, provenance) as folders:
+        unfinished = Unfinished(made, group, folders, events)
         evaluator = episode_fakes.Evaluator(
             made, {"heldout": []}, parts, events, episode_fakes.Board(over=(made.num_steps,))
         )
         ending = Ending(run, "7.0", run.keeps("7.0", 0))
         whole = loop.run(
-            made, loop.Task(0, 1), engine, group, evaluator, producer, Credits(producer, 2), events,
+            made, engine, group, evaluator, folders, Credits(folders, 2), events,
             AnnouncedEnd(ending, unfinished),
         )  # fmt: skip
         asyncio.run(asyncio.wait_for(_until(whole, ends, run), 30))
-        rows = {guid: found.trajectories for guid, found in producer.partial.items()}
+        rows = {guid: found.trajectories for guid, found in folders.partial.items()}
     return events, rows, group
 
 
