@@ -156,6 +156,32 @@ def test_what_is_committed_is_not_sampled_and_what_is_owed_again_comes_first():
     assert asked(journal) == [7, 5, 3, 9, 11]
 
 
+def test_what_is_owed_again_does_not_wait_behind_what_has_to_wait_for_a_newer_policy():
+    journal = Journal()
+    sampler = Sampler(0, journal)
+
+    class Later:
+        """Misses a shard once the rest that its policy may sample is there."""
+
+        def latest(self):
+            put = [guid for _, guids in journal.of("put") for guid in guids]
+            owed = [Owed(7, "u"), Owed(5, "u")] * (sorted(put) == [1, 3, 5, 7])
+            sampler.now = STEPS if len(put) == 6 else 0
+            return Credit(finished=len(put) == 6, owed=owed)
+
+    made = config(
+        schedule__num_steps=STEPS, schedule__prompts_per_step=4, schedule__max_staleness=1,
+        engines__rollout__count=2, rollout__groups_per_shard=1,
+    )  # fmt: skip
+    prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer=str(i)) for i in range(12)]
+    folder = Folder(journal, again=[7, 5], task=1, size=2)
+    loop = episode_fakes.run(
+        made, prompts, [Prompt(1, [9], "h")], sampler, lambda *_: 1.0, folder, Later(), Events()
+    )
+    asyncio.run(asyncio.wait_for(loop, 20))
+    assert asked(journal) == [1, 3, 5, 7, 7, 5]
+
+
 def test_a_task_that_starts_late_begins_where_nothing_is_retired_and_deletes_what_is():
     credit = Credit(step=2, policy_version=2, retired_guid_below=6)
     journal, _ = run(credit=credit, count=3)

@@ -44,7 +44,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
             journal.note(self.path, settings)
 
         def __len__(self):
-            return 4
+            return 8
 
         async def asked(self, index):
             return f"{self.path} {index}"
@@ -74,7 +74,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     monkeypatch.setattr(rollout_task, "CreditTail", lambda paths, num_steps, every_s: "the credits")
     settings = config(
         engines__rollout__count=6, engines__rollout__engines_per_task=2,
-        eval__heldout__num_prompts=3,
+        eval__heldout__num_prompts=5,
         seed=5, prompts__max_prompt_tokens=70, prompts__chat_template=False,
     )  # fmt: skip
     own = ["rollout-1.0", "rollout-1.1"]
@@ -91,7 +91,8 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     ]
     group, evaluator = given["group"], given["evaluator"]
     assert asyncio.run(group._prompts.asked(1)) == "train 1"
-    assert evaluator._shares == {"heldout": ["heldout 1"]}  # of three; a task has every third
+    # Of five; a task has every third.
+    assert evaluator._shares == {"heldout": ["heldout 1", "heldout 4"]}
     assert (given["engines"], given["folders"]) == ("the sampler", folders)
     assert (group._episodes.how(0.5).max_tokens, evaluator._episodes.how(0.5).max_tokens) == (
         16384, 20000
