@@ -170,8 +170,8 @@ def test_a_program_that_takes_too_long_is_asked_to_end_and_then_killed_with_its_
     sys.stderr.flush()
     while True: time.sleep(0.1)
     """
-    environment = agent(WITH_DAEMON + textwrap.dedent(stubborn), timeout_s=1)
-    with pytest.raises(ProgramError, match=r"^took longer than 1 s; it said: thinking$"):
+    environment = agent(WITH_DAEMON + textwrap.dedent(stubborn), timeout_s=4)
+    with pytest.raises(ProgramError, match=r"^took longer than 4 s; it said: thinking$"):
         play(environment, Engine(tokens))
     assert "401" in (tmp_path / "asked").read_text(), "the episode is over"
     assert not is_there(tmp_path / "child") and not is_there(tmp_path / "daemon")
@@ -193,9 +193,9 @@ def test_time_in_which_a_program_waits_for_the_policy_is_not_its_own(agent, toke
     async def run():
         engine = Engine(tokens, "3")
         engine.may_answer.clear()
-        asyncio.get_running_loop().call_later(3, engine.may_answer.set)
+        asyncio.get_running_loop().call_later(5, engine.may_answer.set)
         session = session_of(engine)
-        environment = agent("chat(task['messages'])", timeout_s=2)
+        environment = agent("chat(task['messages'])", timeout_s=4)
         return await environment.rollout(session.prompt, session)
 
     assert asyncio.run(run()) == Outcome()
