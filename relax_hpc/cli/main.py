@@ -38,6 +38,7 @@ from relax_hpc.cli.explain import explained_job
 from relax_hpc.cli.init import beginning
 from relax_hpc.cli.keys import explained, keys
 from relax_hpc.cli.models import models
+from relax_hpc.cli.play import play_episode
 from relax_hpc.cli.rows_shown import RowsShown
 from relax_hpc.cli.runs import runs
 from relax_hpc.cli.scale import scale
@@ -84,7 +85,9 @@ class _CheckCommand(typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
         given = list(args)
-        same = [each for each in args if each not in ("--all", "--decode")]
+        own = ("--all", "--decode", "--play", "--reply")
+        pairs = zip(["", *args], args, strict=False)
+        same = [each for last, each in pairs if each.split("=")[0] not in own and last != own[-1]]
         ctx.meta[_NEXT] = shlex.join(["relax-hpc", "submit", *same])
         for place, each in enumerate(args):
             if each == "--explain" and (place + 1 == len(args) or args[place + 1].startswith("-")):
@@ -117,6 +120,21 @@ def check(
             help="First decode every image, video and sound of its prompts, on all cores.",
         ),
     ] = False,
+    play: Annotated[
+        bool,
+        typer.Option(
+            "--play",
+            help="Then play an episode here, in which the policy says its prompt's answer, and "
+            "show it: what is given, said, trained on, and its reward.",
+        ),
+    ] = False,
+    replies: Annotated[
+        list[str],
+        typer.Option(
+            "--reply",
+            help="With --play: what the policy says; repeatable, the last one again and again.",
+        ),
+    ] = [],  # noqa: B006
     everything: Annotated[
         bool, typer.Option("--all", help="Print all settings on a terminal, too.")
     ] = False,
@@ -137,6 +155,8 @@ def check(
         said = explained(config, explain) if explain else explained_job(config)
         typer.echo("\n".join(said))
         return
+    if replies and not play:
+        raise ConfigError("--reply: is of an episode; add --play")
     remarks, lacking = list[str](), list[str]()
     try:
         if decode:
@@ -149,6 +169,8 @@ def check(
         if use_slurm:
             remarks.append(expected_start(config, components))
         preflight.check_run_dir(config.run_dir, config.name)
+        if play:
+            play_episode(config, replies, remarks.append)
         if everything or not sys.stdout.isatty():
             typer.echo(config.model_dump_json(indent=2))
     finally:  # last, where they are seen

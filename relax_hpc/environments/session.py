@@ -1,5 +1,6 @@
 """A policy as an environment sees it: messages in, replies out; every call is recorded."""
 
+import asyncio
 import hashlib
 from collections.abc import Hashable, Sequence
 from typing import Protocol
@@ -190,7 +191,11 @@ class Session:
         found, how = await self._given(asked, tools), self.how
         given = found.token_ids
         left = min(max_new_tokens or how.max_new_tokens, how.max_tokens - len(given))
-        call = self._begin(found) if left > 0 else _call(found, FinishReason.LENGTH)
+        if left > 0:
+            call = self._begin(found)
+        else:
+            call = _call(found, FinishReason.LENGTH)
+            await asyncio.sleep(0)  # who asks again and again would let nobody else run
         if call.finish is None and call.is_over:
             is_cut = len(call.draft.token_ids) >= left
             call.finish = FinishReason.LENGTH if is_cut else FinishReason.STOP

@@ -13,6 +13,7 @@ from relax_hpc.rewards.registry import Term
 from relax_hpc.rewards.reward import Deadline, Weighted
 from relax_hpc.rewards.scorer import limits_of
 
+NOT_ASKED = "asks engines of the run, of which there are none now"
 WRONG = "I do not know."
 """Response that is no answer, as a policy gives at first."""
 _TO_A_WRONG_ONE = (
@@ -116,6 +117,24 @@ async def _try(
         await worker.end()
     remedy = _TO_A_WRONG_ONE if sample.response == WRONG else ""
     _refuse(key, sample, scores, remedy)
+
+
+async def score(config: RewardConfig, sample: Sample) -> Score:
+    """Scores a response in a process as the run will have; of a reward that asks engines the score
+    is an error, `NOT_ASKED`.
+
+    Raises:
+        ConfigError: the reward cannot be imported or called.
+    """
+    worker = await Worker.start(registry.terms_of(config), limits_of(config))
+    try:
+        if worker.kind.pools is not None:
+            return failed(NOT_ASKED)
+        return (await worker.ask([sample]))[0]
+    except WorkerLostError as error:
+        return failed(str(error))
+    finally:
+        await worker.end()
 
 
 def _check_pools(key: str, asked: Collection[str], pools: Collection[str]) -> None:
