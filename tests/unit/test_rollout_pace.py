@@ -1,11 +1,11 @@
 """How far rollout runs ahead, when it publishes, and which engines it may ask."""
 
 import pytest
+from episode_fakes import Folder
 from test_rollout_backpressure import Events, config
 
 from relax_hpc import job_file
 from relax_hpc.bus.credits import Credit
-from relax_hpc.bus.producer import Producer
 from relax_hpc.errors import ConfigError
 from relax_hpc.fleet.members import Member
 from relax_hpc.fleet.roster import Roster, RosterEntry
@@ -92,7 +92,7 @@ def test_a_finished_group_does_not_wait_long_for_others(monkeypatch):
     monkeypatch.setattr(
         rollout, "publish", lambda producer, groups, events: published.append(groups)
     )
-    outbox = rollout.Outbox(Producer, Events(), groups_per_shard=3)
+    outbox = rollout.Outbox(Folder(), Events(), groups_per_shard=3)
     first, second = PromptGroup(0, []), PromptGroup(1, [])
     outbox.add([first])
     outbox.send(rest=False)
