@@ -40,8 +40,8 @@ def play_episode(config: "JobConfig", replies: Sequence[str], say: Callable[[str
     files, known = prompt_check.open_files(config), tokenizer.load(config.model.path)
     source = prompt_check.sources_of(config, files, known).train
     played = play.play(config, source, replies)
-    console, words = Console(stderr=True), Words(known.decode)
-    console.print(f"an episode of {played.prompt.where}:", style="bold", highlight=False)
+    console, words = Console(stderr=True, soft_wrap=True), Words(known.decode)
+    console.print(Text(f"an episode of {played.prompt.where}:", style="bold"))
     for row in played.rows:
         _print_row(console, row, words)
     say(_outcome(played))
@@ -61,7 +61,7 @@ def _print_row(console: Console, row: "Trajectory", words: "Words") -> None:
         title = f"{kinds[kind]}, {_counted(len(tokens), 'token', 's')}{trained}"
         console.print(Text(title, style="cyan"))
         text = words.text(tokens, stretches.within(media, first, end))
-        console.print(Text(text, style=_STYLES[kinds[kind]]), soft_wrap=True)
+        console.print(Text(text, style=_STYLES[kinds[kind]]))
 
 
 def _outcome(played: "Played") -> str:
