@@ -43,6 +43,12 @@ def test_the_last_task_of_an_evaluation_says_what_all_scored(tmp_path, caplog):
     assert said(caplog) == ["held-out after, policy 30: 1.000 (h)"]
 
 
+def test_an_evaluation_in_which_nothing_was_sampled_is_of_no_policy(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    Board(RunPaths(tmp_path), 0, 1).add(Due("h", "before", 0), Share.of([]), [])
+    assert said(caplog) == ["held-out before, no policy: no score (h)"]
+
+
 def test_a_task_that_is_ahead_of_the_others_keeps_its_shares_of_each_evaluation(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     ahead, behind = (Board(RunPaths(tmp_path), rank, 2) for rank in range(2))

@@ -286,6 +286,8 @@ def _line(due: Due, shares: list[Share]) -> str:
     num_samples = sum(share.num_samples for share in shares)
     masked = sum(share.num_masked for share in shares)
     mean = sum(share.correct for share in shares) / max(num_samples, 1)
-    said = f"{mean:.3f}" if num_samples or not masked else "no score"
+    said = f"{mean:.3f}" if num_samples else "no score"
     left_out = f", {masked} left out whose reward failed" if masked else ""
+    if not ends:  # all of its requests were refused, or there was none
+        policy = "no policy"
     return f"held-out {due.when}, {policy}: {said} ({due.name}{left_out})"
