@@ -27,6 +27,8 @@ async def score(response, answer):
     return float(answer in response)
 """
 CLI = Path(sys.executable).with_name("relax-hpc")
+PATIENCE = 2
+"""So many times as long is waited as a machine needs that does nothing else."""
 
 
 class Submitted(NamedTuple):
@@ -36,7 +38,9 @@ class Submitted(NamedTuple):
 
 def console(*arguments):
     """Returns what the console script printed; one that fails, fails the test in its words."""
-    answer = subprocess.run([CLI, *arguments], capture_output=True, text=True, timeout=120)
+    answer = subprocess.run(
+        [CLI, *arguments], capture_output=True, text=True, timeout=120 * PATIENCE
+    )
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return answer.stdout
 
@@ -82,8 +86,11 @@ def status(run_dir):
 
 
 def wait_until(run_dir, predicate, timeout_s):
-    """The first status of which `predicate` holds; a run that ended will not get there."""
-    deadline = time.monotonic() + timeout_s
+    """The first status of which `predicate` holds; a run that ended will not get there.
+
+    `timeout_s` is of a machine that does nothing else.
+    """
+    deadline = time.monotonic() + PATIENCE * timeout_s
     seen = getattr(predicate, "is_seen_in", lambda run_dir: False)
     while True:
         asked = time.monotonic()
@@ -100,7 +107,7 @@ def wait_until(run_dir, predicate, timeout_s):
 
 def wait_for(condition, timeout_s=60):
     """Waits for what is seen without asking for a status, which may be too late for a short run."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + PATIENCE * timeout_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -128,7 +128,7 @@ def queue(jobs, column):
     return {line.strip() for line in lines}
 
 
-def wait_for_tasks(run_dir, roles, timeout_s=60):
+def wait_for_tasks(run_dir, roles, timeout_s=120):
     """Slurm (22.05) never ends a step that was suspended while it was launched."""
     deadline = time.monotonic() + timeout_s
     while {each["role"] for each in read_events(run_dir / "events")} < roles:
@@ -136,7 +136,7 @@ def wait_for_tasks(run_dir, roles, timeout_s=60):
         time.sleep(0.2)
 
 
-def wait_for(run_dir, state, timeout_s=60):
+def wait_for(run_dir, state, timeout_s=120):
     deadline = time.monotonic() + timeout_s
     while (status := collect(run_dir)).state != state:
         assert time.monotonic() < deadline, status
