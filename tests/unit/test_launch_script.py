@@ -259,7 +259,7 @@ def test_a_component_whose_part_of_the_job_was_cancelled_is_not_started_again(
     assert (told in done.stdout) == gives_up and done.returncode == 1
 
 
-@pytest.mark.parametrize(("end", "ended"), [("kill -9 $$", ["8.1"]), ("exit 9", [])])
+@pytest.mark.parametrize(("end", "ended"), [("kill -9 $$", ["-Q 8.1"]), ("exit 9", [])])
 def test_a_step_whose_srun_is_killed_is_ended_before_the_next_start(tmp_path, end, ended):
     """Of a heterogeneous job; those of its other components and the script's own go on."""
     (tmp_path / "steps").write_text("8.batch batch\n8.0 rollout\n8.1 actor\n8.2 actor-1\n")
@@ -271,7 +271,7 @@ def test_a_step_whose_srun_is_killed_is_ended_before_the_next_start(tmp_path, en
         f"(supervise actor 1 {tmp_path} -- srun --het-group=1 --job-name=actor)",
         settings="max_restarts=1 restart_delays_s=(0)",
     )
-    said = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("scancel")]
+    said = [line.removeprefix("scancel ") for line in done.stdout.splitlines() if line.startswith("scancel")]
     assert said == ended, done
     assert done.stdout.count("ended with exit code") == 2
 
