@@ -72,7 +72,10 @@ def test_a_reward_an_environment_and_a_source_of_data_are_one_file_each(folder, 
         REPOSITORY / "jobs" / "demo.toml",
         [f"--set={key}={settings[key]}" for key in settings],
     )
-    assert "own" in cli("check", job, "--local", *own)
+    # 0+0= is answered with 0, twice: right, less 0.01 for its character.
+    played = cli("check", job, "--local", "--play", *own)
+    assert "played an episode: 2 replies, 4 tokens trained on; reward 0.99 (right 1, " in played
+    assert "metrics (changed 0)" in played
     said = cli("submit", job, "--local", *own)
     run_dir = Path(re.search(r"^run directory: (.*)$", said, re.MULTILINE)[1])
     kept = [path for path in folder.glob("*.py") if path.stem not in ("agent", "shaped")]
@@ -105,7 +108,9 @@ def test_an_agent_is_a_program_and_what_it_was_told_is_trained_on_once_though_ro
         "engines.rollout.max_running_requests": 16,
     }  # fmt: skip
     job, own = REPOSITORY / "jobs" / "demo.toml", [f"--set={k}={v}" for k, v in settings.items()]
-    assert "agent" in cli("check", job, "--local", *own)
+    assert "1 reply, 4 tokens trained on; reward 1 (right 1); metrics (turns 1)" in cli(
+        "check", job, "--local", "--play", *own
+    ), "three digits, and the end"
     run_dir = Path(
         re.search(r"^run directory: (.*)$", cli("submit", job, "--local", *own), re.M)[1]
     )
