@@ -154,7 +154,9 @@ end_left() {
   done
   [ -n "$name" ] || return 0
   while read -r id its_name; do
-    [ "$its_name" != "$name" ] || { echo "$(date +%FT%T) $name: ending step $id"; scancel -Q "$id"; }
+    [ "$its_name" = "$name" ] || continue
+    echo "$(date +%FT%T) $name: ending step $id"
+    scancel -Q "$id"
   done < <(squeue --noheader --steps --jobs="$job" --format='%i %j')
 }
 
