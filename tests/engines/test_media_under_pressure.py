@@ -130,9 +130,10 @@ def test_a_pause_that_throws_caches_away_reads_images_by_the_new_tower(
             old, new = gap(pressed, prompt, each), gap(other, prompt, each)
             if is_whole:
                 cuts = done.receipts[0].num_sampled.values()
-                assert len(cuts) == 2 and all(8 <= cut < 50 for cut in cuts)
-                assert min(max(old[:cut].max(), new[cut:].max()) for cut in cuts) <= TOGETHER
-                assert old[50:].max() > 1e-2
+                assert len(cuts) == 2 and all(8 <= cut < 60 for cut in cuts)
+                gaps = {cut: max(old[:cut].max(), new[cut:].max()) for cut in cuts}
+                cut = min(gaps, key=gaps.get)  # its own, of the two
+                assert gaps[cut] <= TOGETHER and old[cut:].max() > 1e-2
             else:
                 assert old.max() <= TOGETHER and new[50:].max() > 1e-2
         assert len(said(pressed, RETRACTS)) > retractions
