@@ -254,7 +254,8 @@ EVENTS: dict[str, EventKind] = {
             "kl/...": "to the reference: mean",
             "distill/...": "to the teachers, nats per token: kl",
             "logprob_gap/...": "this policy and the sampler, before the update: mean, max; nats",
-            "engine_gap/...": "likewise, of tokens that this very policy sampled",
+            "engine_gap/...": "likewise, of tokens that this very policy sampled; where "
+            "weights.kv_cache keeps keys and values of the one before, these count in it",
             "moe/...": "experts: max_load and the losses that are on",
             "routing/...": "routing replay: differs, missing, parts of the choices of experts; "
             "mixed, part of the rows; every tenth step gap, gap_without, nats",
