@@ -87,7 +87,7 @@ class _CheckCommand(typer.core.TyperCommand):
         given = list(args)
         own = ("--all", "--decode", "--play", "--reply")
         pairs = zip(["", *args], args, strict=False)
-        same = [each for last, each in pairs if each.split("=")[0] not in own and last != own[-1]]
+        same = [each for last, each in pairs if each.split("=")[0] not in own and last != "--reply"]
         ctx.meta[_NEXT] = shlex.join(["relax-hpc", "submit", *same])
         for place, each in enumerate(args):
             if each == "--explain" and (place + 1 == len(args) or args[place + 1].startswith("-")):

@@ -70,12 +70,11 @@ def _outcome(played: "Played") -> str:
     reward = f"reward {score.value:g}{_named(score.parts)}"
     if score.error is not None:
         reward = f"its reward {score.error}"
+    told = f"; metrics{_named(metrics)}" if metrics else ""
     sampled = sum(int(row.loss_mask.sum()) for row in played.rows)
     return (
         f"played an episode: {_counted(calls, 'repl', 'ies', 'y')}, "
-        f"{_counted(sampled, 'token', 's')} trained on; {reward}"
-        + f"; metrics{_named(metrics)}"
-        * bool(metrics)
+        f"{_counted(sampled, 'token', 's')} trained on; {reward}{told}"
     )
 
 

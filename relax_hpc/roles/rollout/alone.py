@@ -20,7 +20,7 @@ from relax_hpc.roles.engine.hosting import Hosting, hosting_of, slots_of
 from relax_hpc.roles.engine.hosts import kept, while_kept
 from relax_hpc.roles.role import Say
 from relax_hpc.roles.rollout import prompt_check, row_check
-from relax_hpc.roles.rollout.build import Task, evaluator_of, provenance, sampling
+from relax_hpc.roles.rollout.build import evaluator_of, provenance, sampling
 from relax_hpc.roles.rollout.check import try_reward
 from relax_hpc.roles.rollout.episodes import Episode, rows_of
 from relax_hpc.roles.rollout.folders import Folders
@@ -31,6 +31,9 @@ from relax_hpc.schema import PromptGroup
 from relax_hpc.telemetry.events import EventWriter
 
 log = logging.getLogger(__name__)
+
+ALONE = row_check.Share(0, 1)
+"""The one task has all prompts."""
 
 
 def read(config: RunConfig, say: Say) -> Sources:
@@ -69,7 +72,7 @@ def main(
     hostings = [each for name in config.engines for each in _hostings(config, context, name)]
     origin = provenance(config, context)
     with kept(EngineHost(each, paths, context, events) for each in hostings) as hosts:
-        row_check.settle(config, paths, sources, row_check.Share(0, 1))
+        row_check.settle(config, paths, sources, ALONE)
         for host in hosts:
             host.wait_until_healthy()
         own = [each.slot.id for each in hostings if each.spec.pool == ROLLOUT]
@@ -100,7 +103,7 @@ async def _evaluate(
 ) -> None:
     async with sampling(config, paths, own, sources, events) as (_, episodes):
         made = episodes(prompt_check.limits_of(config).sampled, heldout=True)
-        evaluator = await evaluator_of(config, paths, Task(0, 1), sources, made, events, shards.add)
+        evaluator = await evaluator_of(config, paths, ALONE, sources, made, events, shards.add)
         try:
             evaluator.consider(0, trained=0)
             await evaluator.finish(None)

@@ -3,10 +3,10 @@
 import asyncio
 import resource
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from relax_hpc import heartbeat
 from relax_hpc.algorithms.groups import Refill
@@ -18,7 +18,7 @@ from relax_hpc.media.stored import DECODERS, decoders
 from relax_hpc.media.workers import MediaWorkers
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import tokenizer as tokenizers
-from relax_hpc.prompts.source import Prompt
+from relax_hpc.prompts.source import Prompt, PromptSource
 from relax_hpc.rewards.scorer import Scorer
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.ending import Ending
@@ -93,22 +93,22 @@ def _host(
         own = [slot.id for slot in slots]
         with Folders.open(
             paths.bus,
-            number,
-            config.rollout_pool.num_hosts,
+            share.number,
+            share.size,
             provenance(config, context),
             compress=config.bus.compress,
             spares=SPARES,
         ) as folders:
             ending = Ending(paths, context.attempt, paths.keeps(context.attempt, number))
             idle = Idle.of(config, paths, context)
-            loop = _loop(config, paths, number, own, sources, folders, events, ending, idle)
+            loop = _loop(config, paths, share, own, sources, folders, events, ending, idle)
             asyncio.run(while_kept(hosts, loop))
 
 
 async def _loop(
     config: RunConfig,
     paths: RunPaths,
-    number: int,
+    share: row_check.Share,
     own: Sequence[str],
     sources: Sources,
     folders: Folders,
@@ -116,7 +116,6 @@ async def _loop(
     ending: Ending,
     idle: Idle,
 ) -> None:
-    task = Task(number, config.rollout_pool.num_hosts)
     async with sampling(config, paths, own, sources, events) as (sampler, episodes):
         limits = prompt_check.limits_of(config)
         group = Grouper(
@@ -131,7 +130,7 @@ async def _loop(
             sampler,
             group,
             await evaluator_of(
-                config, paths, task, sources, episodes(limits.sampled, heldout=True), events
+                config, paths, share, sources, episodes(limits.sampled, heldout=True), events
             ),
             folders,
             CreditTail(paths.bus, num_steps=config.num_steps, every_s=credits_every_s(config)),
@@ -143,13 +142,6 @@ async def _loop(
 def credits_every_s(config: RunConfig) -> float:
     """Seconds between a task's looks at the credits."""
     return REFILLED_EVERY_S if isinstance(config.algorithm.groups, Refill) else CREDITS_EVERY_S
-
-
-class Task(NamedTuple):
-    """A rollout task among those that there are."""
-
-    rank: int
-    size: int
 
 
 class MakeEpisodes(Protocol):
@@ -187,48 +179,56 @@ async def sampling(
             config, paths, own=own, stop_token=tokenizer.eos_token_id, events=events
         ) as sampler,
         Scorer(config.reward, events, paths.root, start_s=config.launch.peer_timeout_s) as scorer,
-        AsyncExitStack() as opened,
+        media_workers(config, sources.train) as workers,
     ):
-        workers = None
-        if media := sources.train.media_tokens:
-            store = config.prompts.media.store
-            made = MediaWorkers(media.recipe, media.decoders, store=store)
-            workers = await opened.enter_async_context(made)
 
         def episodes(max_tokens: int, *, heldout: bool) -> Episodes:
             return Episodes(
                 config, environment, sampler, conversation, partial(scorer.score, heldout=heldout),
                 max_tokens=max_tokens, noted=partial(scorer.noted, heldout=heldout),
-                workers=workers, media_tokens=media,
+                workers=workers, media_tokens=sources.train.media_tokens,
             )  # fmt: skip
 
         yield sampler, episodes
 
 
+@asynccontextmanager
+async def media_workers(
+    config: RunConfig, source: PromptSource
+) -> AsyncIterator[MediaWorkers | None]:
+    """Decodes media of prompts within the block; yields None for a model that reads text only."""
+    if not (media := source.media_tokens):
+        yield None
+        return
+    store = config.prompts.media.store
+    async with MediaWorkers(media.recipe, media.decoders, store=store) as workers:
+        yield workers
+
+
 async def evaluator_of(
     config: RunConfig,
     paths: RunPaths,
-    task: Task,
+    share: row_check.Share,
     sources: Sources,
     episodes: Episodes,
     events: EventWriter,
     also: Also = lambda *_: None,
 ) -> Evaluator:
     """An evaluator of the prompts of each held-out set that are a task's."""
-    board = Board(paths, task.rank, task.size)
-    shares = await heldout_shares(config, task, sources)
+    board = Board(paths, share.number, share.size)
+    shares = await heldout_shares(config, share, sources)
     return Evaluator(config, shares, episodes, events, board, also)
 
 
 async def heldout_shares(
-    config: RunConfig, task: Task, sources: Sources
+    config: RunConfig, share: row_check.Share, sources: Sources
 ) -> dict[str, list[Prompt]]:
     """The prompts of each held-out set that this task scores."""
     shares = {}
     for name, settings in config.eval.items():
         source = sources.heldout[name]
         count = min(settings.num_prompts, len(source))
-        own = range(task.rank, count, task.size)
+        own = range(share.number, count, share.size)
         shares[name] = list[Prompt]()
         for first in range(0, len(own), _READ_AT_ONCE):
             some = own[first : first + _READ_AT_ONCE]

@@ -280,14 +280,14 @@ def _lines(part: Path) -> list[str]:
 
 
 def _line(due: Due, shares: list[Share]) -> str:
-    ends = [v for share in shares for v in (share.version, share.version_max) if v >= 0]
-    oldest, newest = min(ends, default=-1), max(ends, default=-1)
-    policy = f"policy {oldest}" if oldest == newest else f"policies {oldest} to {newest}"
+    ends = {v for share in shares for v in (share.version, share.version_max) if v >= 0}
+    policy = "no policy"  # all of its requests were refused, or there was none
+    if ends:
+        oldest, newest = min(ends), max(ends)
+        policy = f"policy {oldest}" if oldest == newest else f"policies {oldest} to {newest}"
     num_samples = sum(share.num_samples for share in shares)
     masked = sum(share.num_masked for share in shares)
     mean = sum(share.correct for share in shares) / max(num_samples, 1)
     said = f"{mean:.3f}" if num_samples else "no score"
     left_out = f", {masked} left out whose reward failed" if masked else ""
-    if not ends:  # all of its requests were refused, or there was none
-        policy = "no policy"
     return f"held-out {due.when}, {policy}: {said} ({due.name}{left_out})"

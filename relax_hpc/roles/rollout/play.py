@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Hashable, Sequence
-from contextlib import AsyncExitStack
 from typing import NamedTuple
 
 from relax_hpc.config.run import RunConfig
@@ -10,11 +9,11 @@ from relax_hpc.engines.response import Draft, Generation
 from relax_hpc.environments import registry as environments
 from relax_hpc.environments.record import Record
 from relax_hpc.errors import ConfigError, shown
-from relax_hpc.media.workers import MediaWorkers
 from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.source import Prompt, PromptSource
 from relax_hpc.rewards import trial
 from relax_hpc.rewards.contract import Sample, Score
+from relax_hpc.roles.rollout.build import media_workers
 from relax_hpc.roles.rollout.episodes import Episode, Episodes, rows_of, seed_of
 from relax_hpc.roles.rollout.prompt_check import limits_of
 from relax_hpc.sampling.how import How
@@ -92,11 +91,7 @@ async def _played(
     async def score(samples: Sequence[Sample]) -> list[Score]:
         return [await trial.score(config.reward, each) for each in samples]
 
-    async with AsyncExitStack() as opened:
-        workers = None
-        if media := source.media_tokens:
-            made = MediaWorkers(media.recipe, media.decoders, store=config.prompts.media.store)
-            workers = await opened.enter_async_context(made)
+    async with media_workers(config, source) as workers:
         episodes = Episodes(
             config,
             environments.make(config.rollout),

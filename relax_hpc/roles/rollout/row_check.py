@@ -33,7 +33,7 @@ _LOOK_S = 0.2
 
 
 class Share(NamedTuple):
-    """A task's part of the rows."""
+    """A task's part of the rows, and of the work."""
 
     number: int
     """0 to size - 1."""

@@ -31,9 +31,10 @@ from relax_hpc.media.workers import Decoders, MediaWorkers, Prepared
 from relax_hpc.prompts.media_tokens import MediaTokens
 from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.source import PromptSource
-from relax_hpc.roles.rollout.build import Task, heldout_shares
+from relax_hpc.roles.rollout.build import heldout_shares
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
 from relax_hpc.roles.rollout.prompt_check import Sources
+from relax_hpc.roles.rollout.row_check import Share
 from relax_hpc.schema import MediaKind
 
 TEMPLATE = (
@@ -327,7 +328,7 @@ def test_the_loop_turns_while_headers_of_prompts_and_of_turns_are_read(
                 turns, found = await turns_of(more.added(*given))
                 assert turns > 20 and len(found.token_ids) == 1 + 4
             heldout = Sources(prompts, {"heldout": prompts})
-            shares = heldout_shares(config(eval__heldout__num_prompts=1), Task(0, 1), heldout)
+            shares = heldout_shares(config(eval__heldout__num_prompts=1), Share(0, 1), heldout)
             turns, found = await turns_of(shares)
             assert turns > 20 and [each.index for each in found["heldout"]] == [0]
 

@@ -82,7 +82,8 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     paths, folders = RunPaths(tmp_path), SimpleNamespace()
     ending = SimpleNamespace(is_near=lambda: False)
     parts = own, sources, folders, Events(), ending, Idle(None)
-    asyncio.run(rollout_task._loop(settings, paths, 1, *parts))
+    share = row_check.Share(1, settings.rollout_pool.num_hosts)
+    asyncio.run(rollout_task._loop(settings, paths, share, *parts))
     each = {"settings": settings.prompts, "media": None, "vocab_size": 2**20}
     assert journal == [
         ("train", each | {"shuffle_seed": 5}),
@@ -176,8 +177,8 @@ def rolled_out(tmp_path, monkeypatch):
         made.update(task=task, size=size, provenance=provenance, **settings)
         yield "the folders"
 
-    async def loop(config, paths, number, own, sources, folders, events, ending, idle):
-        made.update(number=number, own=own, sources=sources)
+    async def loop(config, paths, share, own, sources, folders, events, ending, idle):
+        made.update(share=share, own=own, sources=sources)
 
     def settle(config, paths, sources, share):
         Host.journal.note("checked", sources, *share)
@@ -208,7 +209,7 @@ def test_a_task_of_an_engine_over_several_nodes_is_the_producer_of_its_engine(ro
         bus__compress=["ragged/token_ids"],
     )  # fmt: skip
     assert (made["task"], made["size"]) == (1, 2)
-    assert (made["number"], made["own"]) == (1, ["rollout-1"])
+    assert (made["share"], made["own"]) == ((1, 2), ["rollout-1"])
     assert (made["compress"], made["spares"]) == (["ragged/token_ids"], rollout_task.SPARES)
     told = made["provenance"]
     assert (told["run"], told["job"], told["component"]) == ("test", "7.0", "rollout")
