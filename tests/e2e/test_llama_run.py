@@ -34,5 +34,6 @@ def test_a_llama_learns_as_the_policy_of_the_demo_does(tmp_path, monkeypatch):
     assert progress["steps_done"] == STEPS
     steps = events_of(run_dir, "actor", "step")
     gaps = [step["engine_gap/max"] for step in steps if "engine_gap/max" in step]
-    assert gaps and max(gaps) <= 1e-5
+    # Kernels of the two sides round otherwise, and on each machine; other positions are 1e-2 away.
+    assert gaps and max(gaps) <= 1e-4
     assert progress["heldout_after"] > progress["heldout_before"] + 0.1
