@@ -97,6 +97,10 @@ class TrainingError(RelaxError, RuntimeError):
     """Training cannot go on by itself. The message says what was found, and in which samples."""
 
 
+class GpuMemoryError(RelaxError, RuntimeError):
+    """A GPU has no room for what a role computes. The message says what would take less."""
+
+
 class MismatchError(TrainingError):
     """Engines and trainer do not compute the same model, and no restart will change that."""
 

@@ -17,6 +17,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.roles import table
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.role import Role
+from relax_hpc.roles.training import gpu_memory
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry import logs
 from relax_hpc.telemetry.events import EventWriter
@@ -84,7 +85,12 @@ def start(
     if role.is_one_world or bootstrap != "files":
         world = _join(role, config, paths, context, bootstrap)
         events.emit("world", kind=type(world).__name__, size=world.size)
-    role.run(config, paths, context, world, events)
+    try:
+        role.run(config, paths, context, world, events)
+    except Exception as error:
+        if role.is_one_world and (found := gpu_memory.explained(error, config, context.component)):
+            raise found from error
+        raise
 
 
 def _join(

@@ -290,6 +290,17 @@ def warm_up():
     _state["trainer"].warm_up()
 
 
+def sums_of_warm_up():
+    """Sums of gradients over ranks, and of their norms, that are done on the way."""
+    from unittest.mock import patch
+
+    import torch.distributed as dist
+
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+        _state["trainer"].warm_up()
+    return reduced.call_count
+
+
 def lend():
     """Bytes of gradient buffers before, while they are lent, and after."""
 
@@ -386,6 +397,20 @@ def moment_types():
         for state in part.optimizer.state.values()
         for key in ("exp_avg", "exp_avg_sq")
     }
+
+
+def kept_bytes():
+    """(weights, gradients, main parameters and moments on the device) of this rank."""
+    trainer = _state["trainer"]
+    weights = [p for chunk in trainer._chunks for p in chunk.parameters()]
+    there, optimizer = {w.untyped_storage().data_ptr() for w in weights}, []
+    for part in trainer._optimizer.chained_optimizers:
+        for main, state in part.optimizer.state.items():
+            if main not in part.optimizer._far:
+                optimizer += [state["exp_avg"], state["exp_avg_sq"], main]
+    own = [each for each in optimizer if each.untyped_storage().data_ptr() not in there]
+    gradients = [w.main_grad for w in weights if w.requires_grad]
+    return tuple(sum(each.nbytes for each in kind) for kind in (weights, gradients, own))
 
 
 def save(folder: Path):

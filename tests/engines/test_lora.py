@@ -23,7 +23,7 @@ from tiny_models import make
 
 from relax_hpc.config.model import LoraConfig, LoraTarget
 from relax_hpc.config.sft import SftRunConfig
-from relax_hpc.engines.megatron import fit, frozen
+from relax_hpc.engines.megatron import fit, parts
 from relax_hpc.engines.megatron.checkpoint import conversion
 from relax_hpc.engines.megatron.checkpoint.read import Stored
 from relax_hpc.engines.megatron.layers.lora import merge
@@ -290,9 +290,9 @@ def test_nothing_of_the_base_has_a_gradient_or_moments(ranks, cases):
     assert mains <= buffers < 1.1 * mains
     fixed = sum(tensor.size for tensor in pool.call(worker.weights)[0].values())
     shape = read_architecture(case.folder)
-    assert frozen.counts(shape, [], LoraConfig(**KINDS["qwen3"])) == (trained, fixed)
-    assert frozen.counts(shape, [], LoraConfig(rank=2, targets=["v_proj"])).trained == 4 * 2 * 64
-    assert frozen.counts(shape, [], LoraConfig()) == (fixed, 0)
+    assert parts.counts(shape, [], LoraConfig(**KINDS["qwen3"])) == (trained, fixed)
+    assert parts.counts(shape, [], LoraConfig(rank=2, targets=["v_proj"])).trained == 4 * 2 * 64
+    assert parts.counts(shape, [], LoraConfig()) == (fixed, 0)
 
 
 def test_recomputing_and_offloading_change_nothing(ranks, cases):

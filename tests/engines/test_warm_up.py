@@ -34,6 +34,15 @@ def test_a_trainer_that_warmed_up_makes_the_same_updates(ranks, tmp_path, size, 
         assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
 
 
+def test_ranks_sum_gradients_before_there_is_a_step(ranks, tmp_path):
+    """NCCL takes memory for that when it is first done: before engines take what is left."""
+    dense(tmp_path)
+    pool = ranks[2]
+    pool.call(worker.open_trainer, config=job(tmp_path, dp=2))
+    for summed in pool.call(worker.sums_of_warm_up):
+        assert summed > 0
+
+
 def start(kind, checkpoint, folder, may_compute, **how):
     return start_engine(
         EngineSpec(kind, checkpoint, start_timeout_s=how.pop("start_timeout_s", 240)),

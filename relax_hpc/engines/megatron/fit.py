@@ -56,6 +56,11 @@ def check(config: MegatronConfig, shape: Architecture) -> None:
         )
 
 
+def has_uneven_stages(config: MegatronConfig) -> bool:
+    """Whether pipeline stages may have other numbers of layers than each other."""
+    return any(config.transformer.get(name) for name in _UNEVEN_STAGES)
+
+
 def check_frozen(frozen: Collection[FrozenPart], shape: Architecture, layout: Layout) -> None:
     """Refuses parts that the model does not have, and a model of which nothing learns.
 
@@ -128,7 +133,7 @@ def _parts(shape: Architecture) -> set[FrozenPart]:
 
 def _check_first_stage(config: MegatronConfig, shape: Architecture) -> None:
     """Features of media go into the first layers; those have to be where the tower is."""
-    if shape.vision is None or any(config.transformer.get(name) for name in _UNEVEN_STAGES):
+    if shape.vision is None or has_uneven_stages(config):
         return  # of uneven stages `transformer_config` says it
     layout, taps = config.layout, len(shape.vision.taps)
     stages = layout.pipeline_parallel * layout.virtual_pipeline
@@ -153,7 +158,7 @@ def _splits(config: MegatronConfig, shape: Architecture) -> Iterator[_Split]:
             "expert_tensor_parallel", layout.expert_tensor_parallel, experts.ffn_hidden_size,
             "channels of an expert",
         )  # fmt: skip
-    if not any(config.transformer.get(name) for name in _UNEVEN_STAGES):
+    if not has_uneven_stages(config):
         stages, key = layout.pipeline_parallel, "pipeline_parallel"
         if layout.virtual_pipeline > 1:
             stages, key = stages * layout.virtual_pipeline, f"{key} x virtual_pipeline"

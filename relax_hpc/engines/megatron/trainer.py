@@ -120,7 +120,8 @@ class MegatronTrainer(MegatronScorer):
         self._has_buffers = has_buffers(self._chunks)
 
     def warm_up(self) -> None:
-        """Trains on a made-up batch and forgets it, so that the first step compiles nothing.
+        """Trains on a made-up batch and forgets it: the first step compiles nothing, and what ranks
+        need of their GPUs to sum gradients is taken before engines there take what is free.
 
         Between two steps. Not where a pass changes the model.
         """
@@ -132,7 +133,7 @@ class MegatronTrainer(MegatronScorer):
             Work(self._build(rows, range(len(rows))), LOGPROBS, rows, number)
             for number in range(self._megatron.layout.micro_batches_multiple_of)
         ]
-        self._updates.pass_over(works, last=False)
+        self._updates.pass_over(works, last=True)
         self._updates.forget()
         self._costs.end_step()
 

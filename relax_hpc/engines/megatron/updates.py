@@ -159,9 +159,7 @@ class Updates:
         """
         result, reason = distributed_adam.Update(math.nan, done=False), "the loss is not finite"
         with self._costs.phase("update"):
-            grad_sync.start_rest(self._wrapped)
-            finalize_model_grads(self._wrapped)
-            gradients = distributed_adam.gradients(self._optimizer)
+            gradients = self._over_ranks()
             num_tokens = int(distributed_adam.total(self._num_tokens))
             denominator = distributed_adam.total(self._denominator) or 1.0
             metrics = self._sums.over_ranks(num_tokens) | take_metrics(self._chunks, num_tokens)
@@ -184,9 +182,15 @@ class Updates:
         return metrics | {"grad_norm": result.norm, "skipped": float(not result.done)}
 
     def forget(self) -> None:
-        """Drops what was passed over, as if it had not been."""
+        """Sums the gradient over ranks as `apply` does, and drops it with what was passed over."""
+        self._over_ranks()
         take_metrics(self._chunks, 1)
         self._begin()
+
+    def _over_ranks(self) -> distributed_adam.Gradients:
+        grad_sync.start_rest(self._wrapped)
+        finalize_model_grads(self._wrapped)
+        return distributed_adam.gradients(self._optimizer)
 
     def _encode(self, micro_batches: Sequence[MicroBatch], *, learns: bool) -> Features | None:
         if self._encoder is None:

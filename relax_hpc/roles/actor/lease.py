@@ -4,6 +4,7 @@ Rank 0 gives it. The trainer has it from when a batch is whole, and engines have
 the update of the policy; then engines are given that policy, and sample the next batch.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -16,6 +17,8 @@ from relax_hpc.engines.training_engine import TrainingEngine
 from relax_hpc.roles.turns import Turns, heard
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights.sleep import NOTICE_S
+
+log = logging.getLogger(__name__)
 
 
 class Engines(Protocol):
@@ -59,6 +62,8 @@ class SharedGpus:
         """
         self._world, self._engines, self._events = world, engines, events
         self._turns = Turns(world)
+        self._given_back = 0.0
+        """GiB of this GPU that engines released when they last fell asleep."""
         with heartbeat.phase("lease", waits=True):
             self._take(notice_s=NOTICE_S)
 
@@ -74,6 +79,7 @@ class SharedGpus:
         self._world.barrier()
         self._is_trainers = False
         if self._engines:
+            self._doubt_room()
             self._engines.wake()
             self._note("engines", 0.0)
 
@@ -82,13 +88,29 @@ class SharedGpus:
             self._engines.close()
 
     def _take(self, *, notice_s: float = 0.0) -> None:
-        start = time.perf_counter()
+        start, before = time.perf_counter(), free_gib() or 0.0
         if self._engines:
             self._engines.fall_asleep(notice_s=notice_s, on_wait=self._turns.tell)
             self._note("trainer", time.perf_counter() - start)
+            self._given_back = (free_gib() or 0.0) - before
         heard(self._world, None)
         self._is_trainers = True
 
+    def _doubt_room(self) -> None:
+        """Says why engines will end that want more of the GPU than there is; they start again."""
+        free = free_gib()
+        if free is not None and free < self._given_back:
+            log.warning(
+                "engines gave back %.1f GiB of this GPU, and the trainer leaves %.1f of it: they "
+                "will fail to wake, and start again with a smaller cache; lower their "
+                "args.mem_fraction_static, or raise actor.optimizer.offload",
+                self._given_back, free,
+            )  # fmt: skip
+
     def _note(self, holder: str, seconds: float) -> None:
-        free = torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else None
-        self._events.emit("lease", holder=holder, seconds=round(seconds, 4), free_gib=free)
+        self._events.emit("lease", holder=holder, seconds=round(seconds, 4), free_gib=free_gib())
+
+
+def free_gib() -> float | None:
+    """GiB of this process's GPU that nobody has; None where it has no GPU."""
+    return torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else None

@@ -16,10 +16,11 @@ def _places(config: RunConfig) -> Sequence[Place]:
     return [Place("actor", config.actor.layout.world_size, config.actor.resources, "actor")]
 
 
-def _check(config: RunConfig, _shape: Architecture, _say: Say) -> None:
-    from relax_hpc.roles.training import check
+def _check(config: RunConfig, shape: Architecture, say: Say) -> None:
+    from relax_hpc.roles.training import check, gpu_memory
 
     check.check_trainer(config)
+    gpu_memory.tell(config, shape, say)
 
 
 def _main(

@@ -19,10 +19,11 @@ def _places(config: SftRunConfig) -> Sequence[Place]:
 
 def _check(config: SftRunConfig, shape: Architecture, say: Say) -> JobConfig:
     from relax_hpc.roles.sft import document_check
-    from relax_hpc.roles.training import check
+    from relax_hpc.roles.training import check, gpu_memory
 
     document_check.check_model(config, shape)
     check.check_trainer(config)
+    gpu_memory.tell(config, shape, say)
     return document_check.check(config, say)
 
 

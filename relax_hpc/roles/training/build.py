@@ -6,7 +6,7 @@ import torch
 
 from relax_hpc.comm.world import World
 from relax_hpc.config.run import JobConfig
-from relax_hpc.engines.megatron import frozen
+from relax_hpc.engines.megatron import parts
 from relax_hpc.engines.megatron.trainer import MegatronTrainer
 from relax_hpc.models.registry import read_architecture
 from relax_hpc.telemetry.events import EventWriter
@@ -38,6 +38,6 @@ def trainer_of(
 def tell_parameters(config: JobConfig, events: EventWriter) -> None:
     """Says how much of the model learns; rank 0 does."""
     actor = config.actor
-    found = frozen.counts(read_architecture(config.model.path), actor.frozen, actor.lora)
+    found = parts.counts(read_architecture(config.model.path), actor.frozen, actor.lora)
     events.emit("parameters", **found._asdict())
     log.info("trained parameters: %s, beside %s that stay", *(f"{n:,}" for n in found))

@@ -66,6 +66,29 @@ def test_the_trainer_takes_memory_when_engines_sleep_on_every_rank_and_they_wake
     assert [event["holder"] for event in events.of("lease")] == ["trainer", "engines", "trainer"]
 
 
+@pytest.mark.parametrize(("left", "is_doubted"), [(27.0, False), (26.9, True)])
+def test_a_trainer_that_leaves_less_than_engines_gave_back_is_told_of(
+    monkeypatch, caplog, left, is_doubted
+):
+    free = iter([5.0, 5.0, 5.0])  # nobody has started yet, and gives nothing back
+    monkeypatch.setattr(lease, "free_gib", lambda: next(free))
+    taken = SharedGpus(World(Journal()), Engines(Journal()), Events())
+    for readings, said in (
+        ([31.9, 31.9], False),
+        ([1.5, 28.5, 28.5], False),  # asleep: of this GPU they gave back 27
+        ([left, left], is_doubted),
+    ):
+        free = iter(readings)
+        caplog.clear()
+        if len(readings) == 3:
+            taken.to_trainer(Borrower(Journal()))
+        else:
+            taken.to_engines(Borrower(Journal()))
+        assert not list(free)
+        assert ("gave back 27.0 GiB" in caplog.text) == said
+    assert not is_doubted or "leaves 26.9 of it" in caplog.text
+
+
 def test_a_rank_without_engines_waits_for_rank_0():
     journal, events = Journal(), Events()
     taken = SharedGpus(World(journal), None, events)

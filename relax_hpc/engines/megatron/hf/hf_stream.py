@@ -18,10 +18,10 @@ from relax_hpc.comm.bucket import Spec, dtype_name, dtype_of
 from relax_hpc.comm.collectives import all_gather_json
 from relax_hpc.config.layout import FrozenPart
 from relax_hpc.config.model import LoraConfig
-from relax_hpc.engines.megatron.frozen import part_of
 from relax_hpc.engines.megatron.hf.hf_weights import Sharing, by_expert, owned
 from relax_hpc.engines.megatron.layers.lora import is_adapted, merged
 from relax_hpc.engines.megatron.model import PackedGPT
+from relax_hpc.engines.megatron.parts import part_of
 from relax_hpc.models.names import Adapter, Parameter, Piece, Shape
 
 BUCKET_BYTES = 1 << 28

@@ -1,0 +1,61 @@
+"""GPU memory of who trains or computes logprobs: told before a job, and explained where it ends."""
+
+import re
+
+from relax_hpc.config.run import JobConfig
+from relax_hpc.engines.megatron.optimizer import memory
+from relax_hpc.errors import GpuMemoryError, first_line
+from relax_hpc.models.architecture import Architecture
+from relax_hpc.roles.role import Say
+
+_TRAINED = ("actor", "critic")
+"""Components with gradients and an optimizer."""
+_OF_NCCL = re.compile(r"out of memory|Failed to CUDA \w*alloc", re.IGNORECASE)
+
+
+def tell(config: JobConfig, shape: Architecture, say: Say) -> None:
+    """Says how much of a GPU the actor keeps, and what it does not count."""
+    actor = config.actor
+    found = memory.held(
+        actor, actor.optimizer, shape, config.model.dtype, frozen=actor.frozen, lora=actor.lora
+    )
+    if found is None or not actor.resources.gpus_per_node:
+        return
+    weights, gradients, optimizer, whole = (each / 2**30 for each in (*found, sum(found)))
+    say(
+        f"GPU memory: a rank of the actor keeps {whole:.1f} GiB (weights {weights:.1f}, gradients "
+        f"{gradients:.1f}, optimizer {optimizer:.1f}), beside what a micro-batch of "
+        f"{actor.tokens_per_micro_batch:,} tokens needs"
+    )
+
+
+def explained(error: Exception, config: JobConfig, component: str) -> GpuMemoryError | None:
+    """Returns what to do about an error, if it is that of a GPU without room."""
+    name, said = type(error).__name__, str(error)
+    if name == "DistBackendError" and (found := _OF_NCCL.search(said)):
+        what = "NCCL: " + said[found.start() :].splitlines()[0]
+    elif name == "OutOfMemoryError":
+        what = first_line(error)
+    else:
+        return None
+    return GpuMemoryError(
+        f"a GPU of {component} is full; use {', or '.join(_remedies(config, component))} "
+        f"(docs/trainer.md, Memory of a GPU): {what}"
+    )
+
+
+def _remedies(config: JobConfig, component: str) -> list[str]:
+    """What takes less and is not done yet, first what costs least."""
+    actor, found = config.actor, list[str]()
+    trains = component in _TRAINED
+    if trains and actor.optimizer.moments == "float32":
+        found.append('actor.optimizer.moments = "bfloat16"')
+    found.append(f"actor.tokens_per_micro_batch below {actor.tokens_per_micro_batch}")
+    if trains and actor.transformer.get("recompute_granularity") != "full":
+        found.append(
+            'actor.transformer.recompute_granularity = "full" (with recompute_method = "uniform" '
+            "and recompute_num_layers = 1)"
+        )
+    if trains and actor.optimizer.offload < 1:
+        found.append("actor.optimizer.offload = 1.0")
+    return [*found, "more ranks of data_parallel" if trains else "more ranks of tensor_parallel"]
