@@ -291,14 +291,18 @@ def warm_up():
 
 
 def sums_of_warm_up():
-    """Sums of gradients over ranks, and of their norms, that are done on the way."""
+    """How often a warm-up sums gradients, and their norms, over ranks."""
     from unittest.mock import patch
 
-    import torch.distributed as dist
+    from relax_hpc.engines.megatron import updates
+    from relax_hpc.engines.megatron.optimizer import distributed_adam
 
-    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+    with (
+        patch.object(updates, "finalize_model_grads", wraps=updates.finalize_model_grads) as sums,
+        patch.object(distributed_adam, "gradients", wraps=distributed_adam.gradients) as norms,
+    ):
         _state["trainer"].warm_up()
-    return reduced.call_count
+    return sums.call_count, norms.call_count
 
 
 def lend():

@@ -39,8 +39,7 @@ def test_ranks_sum_gradients_before_there_is_a_step(ranks, tmp_path):
     dense(tmp_path)
     pool = ranks[2]
     pool.call(worker.open_trainer, config=job(tmp_path, dp=2))
-    for summed in pool.call(worker.sums_of_warm_up):
-        assert summed > 0
+    assert pool.call(worker.sums_of_warm_up) == [(1, 1)] * 2
 
 
 def start(kind, checkpoint, folder, may_compute, **how):
