@@ -91,8 +91,8 @@ class SharedGpus:
         start, before = time.perf_counter(), free_gib() or 0.0
         if self._engines:
             self._engines.fall_asleep(notice_s=notice_s, on_wait=self._turns.tell)
-            self._note("trainer", time.perf_counter() - start)
             self._given_back = (free_gib() or 0.0) - before
+            self._note("trainer", time.perf_counter() - start)
         heard(self._world, None)
         self._is_trainers = True
 

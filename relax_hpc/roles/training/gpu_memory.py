@@ -45,7 +45,7 @@ def explained(error: Exception, config: JobConfig, component: str) -> GpuMemoryE
 
 
 def _remedies(config: JobConfig, component: str) -> list[str]:
-    """What takes less and is not done yet, first what costs least."""
+    """Lists what takes less and is not done yet, first what costs least."""
     actor, found = config.actor, list[str]()
     trains = component in _TRAINED
     if trains and actor.optimizer.moments == "float32":
