@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -55,6 +55,8 @@ class EngineProcess:
         self._leader = _process_of(process.pid)
         self._started = time.monotonic()
         self._control: EngineClient | None = None
+        self.remedy_for: Callable[[str], str] = lambda _: ""
+        """Its output -> what may help; "" if nothing is known."""
 
     @property
     def pid(self) -> int:
@@ -97,10 +99,11 @@ class EngineProcess:
 
         return patiently(self.log_path, read)
 
-    def last_error(self) -> str:
-        """The exception that stands last in its output, on one line; "" if there is none."""
-        found = _EXCEPTION.findall(self.output())
-        return str(found[-1])[:_SHOWN_CHARACTERS] if found else ""
+    def cause(self) -> str:
+        """The exception that stands last in its output, and what may help; "" if there is none."""
+        output = self.output()
+        found = [str(each)[:_SHOWN_CHARACTERS] for each in _EXCEPTION.findall(output)[-1:]]
+        return ": ".join(filter(None, [*found, self.remedy_for(output)]))
 
     def last_lines(self) -> str:
         """The end of its log, for an error message."""

@@ -3,6 +3,7 @@
 import ctypes
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -119,7 +120,7 @@ def _start_embedded(wanted: _Wanted) -> EngineProcess:
             engine.url = f"http://{wanted.host}:{port_file.read_text()}"
         return bool(engine.url) and engine.is_healthy()
 
-    return _until(is_up, engine, wanted, lambda _: "loading the model", lambda _: "")
+    return _until(is_up, engine, wanted, lambda _: "loading the model")
 
 
 def _start_sglang(wanted: _Wanted) -> EngineProcess:
@@ -153,6 +154,9 @@ def _start_sglang(wanted: _Wanted) -> EngineProcess:
             )
             engine = spawn(argv, wanted.log_path, environment)
             engine.token, engine.url = wanted.token, f"http://{wanted.host}:{port}"
+            engine.remedy_for = partial(
+                diagnosis.remedy, engine_args=args, pool=f"engines.{spec.pool}"
+            )
             try:
                 # That takes as long as the engine's own imports, beside which it is done.
                 sglang.check(args, f"engines.{spec.pool}")
@@ -160,14 +164,7 @@ def _start_sglang(wanted: _Wanted) -> EngineProcess:
                 engine.stop()
                 raise
             try:
-                return _until(
-                    engine.is_healthy,
-                    engine,
-                    wanted,
-                    diagnosis.phase,
-                    lambda output: diagnosis.remedy(output, args, f"engines.{spec.pool}"),
-                    gate,
-                )
+                return _until(engine.is_healthy, engine, wanted, diagnosis.phase, gate)
             except EngineError:
                 last = attempt + 1 == attempts
                 if last or not diagnosis.port_taken(engine.output()):
@@ -180,7 +177,6 @@ def _until(
     engine: EngineProcess,
     wanted: _Wanted,
     phase_of: Callable[[str], str],
-    remedy_for: Callable[[str], str],
     gate: Path | None = None,
 ) -> EngineProcess:
     """Waits; whatever goes wrong, nothing is left behind.
@@ -190,7 +186,6 @@ def _until(
         engine: just spawned.
         wanted: how long to wait, and who is told of progress.
         phase_of: its output -> what it is doing.
-        remedy_for: its output -> what may help; "" if nothing is known.
         gate: made when the engine may compute.
     """
     timeout_s = wanted.spec.start_timeout_s
@@ -212,8 +207,8 @@ def _until(
             elif end:
                 end += f" while {phase}"
             if end:
-                said = [text for text in (engine.last_error(), remedy_for(output)) if text]
-                raise EngineError(f"{engine} {': '.join([end, *said])}\n{engine.last_lines()}")
+                said = ": ".join(filter(None, [end, engine.cause()]))
+                raise EngineError(f"{engine} {said}\n{engine.last_lines()}")
             time.sleep(_POLL_S)
     except BaseException:
         engine.stop()

@@ -1,8 +1,11 @@
 """Arguments of an engine at its start, and the words of its log; nothing is started here."""
 
 import json
+import os
 import re
 import socket
+from functools import partial
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -11,6 +14,7 @@ from relax_hpc.comm.orders import LOADER, Order
 from relax_hpc.config import engines as pools
 from relax_hpc.config.engines import EnginePool
 from relax_hpc.config.rollout import WeightsConfig
+from relax_hpc.engines.child import EngineProcess
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.ports import held_port
 from relax_hpc.engines.sglang import diagnosis, launch
@@ -304,3 +308,24 @@ def test_engines_of_one_node_take_its_gpus_one_after_the_other(nodes, first):
 def test_an_engine_spans_nodes_only_where_it_can(settings, answer):
     with pytest.raises(ValueError, match=answer):
         pools.check("rollout", EnginePool.model_validate({"nodes_per_engine": 2, **settings}))
+
+
+def test_an_engine_that_died_of_another_rank_that_had_no_memory_is_told_of_it(tmp_path):
+    """As 0.5.17 over two ranks says it: the last exception is not the cause."""
+    (tmp_path / "log").write_text(
+        "RuntimeError: of the start before\n"
+        "[torch_memory_saver.cpp] cudaError error: 2 (out of memory)  file=csrc/core.cpp\n"
+        "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:27288\n"
+        "frame #0: c10::Error::Error\n"
+    )
+    process = SimpleNamespace(pid=os.getpid())
+    engine = EngineProcess(process, None, "", tmp_path / "log", said_before=34)
+    lost = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:27288"
+    assert engine.cause() == lost
+    args = {"mem_fraction_static": 0.85}
+    engine.remedy_for = partial(diagnosis.remedy, engine_args=args, pool="engines.a")
+    assert engine.cause().startswith(
+        f"{lost}: out of memory: lower engines.a.args.mem_fraction_static (0.85), "
+    )
+    (tmp_path / "log").write_text("x" * 40)
+    assert engine.cause() == ""

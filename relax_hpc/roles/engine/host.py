@@ -249,8 +249,8 @@ class EngineHost:
         read_roster = 0.0
         while not self._stopping.wait(_WATCH_S):
             if end := engine.end():
-                error = f": {said}" if (said := engine.last_error()) else ""
-                return f"{end} while serving{error}\n{engine.last_lines()}"
+                said = ": ".join(filter(None, [f"{end} while serving", engine.cause()]))
+                return f"{said}\n{engine.last_lines()}"
             if time.monotonic() >= read_roster:
                 read_roster = time.monotonic() + _ROSTER_S
                 entry = self._entry(self._roster())

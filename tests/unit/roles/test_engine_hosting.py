@@ -241,7 +241,7 @@ class Process:
     def end(self):
         return self.said
 
-    def last_error(self):
+    def cause(self):
         return "OutOfMemoryError"
 
     def last_lines(self):
