@@ -2,7 +2,7 @@
 
 import re
 
-from relax_hpc.config.run import JobConfig
+from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.engines.megatron.optimizer import memory
 from relax_hpc.errors import GpuMemoryError, first_line
 from relax_hpc.models.architecture import Architecture
@@ -22,11 +22,14 @@ def tell(config: JobConfig, shape: Architecture, say: Say) -> None:
     if found is None or not actor.resources.gpus_per_node:
         return
     weights, gradients, optimizer, whole = (each / 2**30 for each in (*found, sum(found)))
-    say(
+    line = (
         f"GPU memory: a rank of the actor keeps {whole:.1f} GiB (weights {weights:.1f}, gradients "
         f"{gradients:.1f}, optimizer {optimizer:.1f}), beside what a micro-batch of "
         f"{actor.tokens_per_micro_batch:,} tokens needs"
     )
+    if isinstance(config, RunConfig) and config.rollout_pool.placement == "actor":
+        line += f"; {weights + optimizer:.1f} GiB while engines sample there"
+    say(line)
 
 
 def explained(error: Exception, config: JobConfig, component: str) -> GpuMemoryError | None:

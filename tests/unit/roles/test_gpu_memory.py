@@ -44,6 +44,12 @@ def test_what_a_rank_keeps_is_said_in_gib(tmp_path):
     assert "keeps 24.8 GiB (weights 8.3, gradients 8.3, optimizer 8.3)" in shared
     [frozen] = told(config(**lean, actor__frozen=["language", "vision"]), shape)
     assert "(weights 8.3, gradients 0.2, optimizer 0.8)" in frozen
+    in_turn = {
+        "engines": {"rollout": {"kind": "embedded", "placement": "actor"}},
+        "schedule__max_staleness": 0,
+    }
+    [beside] = told(config(**lean, **in_turn), shape)
+    assert beside.endswith("16,384 tokens needs; 41.3 GiB while engines sample there")
     assert told(config(**lean | {"actor__resources__gpus_per_node": 0}), shape) == []
 
 
