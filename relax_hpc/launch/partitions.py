@@ -335,7 +335,7 @@ def _cost(found: Preemption, ends: bool, save_every: int, save_s: float | None, 
 def _preemption(component: Component, config: str) -> Preemption | None:
     """How a component's nodes would be taken from it; None if they would not, or nobody says."""
     kind = re.search(r"^PreemptType\s*=\s*preempt/(\w+)", config, re.MULTILINE)
-    told = re.search(r"^SlurmctldParameters\s*=.*\bpreempt_send_user_signal", config, re.MULTILINE)
+    told = re.search(r"^\w+Parameters\s*=.*\b(preempt_)?send_user_signal\b", config, re.MULTILINE)
     found, resources = None, component.resources
     if kind and kind[1] == "qos" and resources.qos:
         rows = _words("sacctmgr", "-nP", "show", "qos", "format=Name,Preempt,PreemptMode,GraceTime")

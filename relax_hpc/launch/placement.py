@@ -23,6 +23,8 @@ SAME_NAME = (
     *("cpus_per_task", "mem"),
 )
 """Fields of Resources that are options of sbatch, with a dash for every underscore."""
+PASSED_ON = ("exclude", "reservation")
+"""Options that sbatch passes on to components further behind, unless these say: none."""
 _VARIABLES = {
     **{"account": "SBATCH_ACCOUNT", "partition": "SBATCH_PARTITION", "qos": "SBATCH_QOS"},
     **{"reservation": "SBATCH_RESERVATION", "constraint": "SBATCH_CONSTRAINT"},
@@ -69,6 +71,11 @@ class Component:
     def key(self) -> str:
         """Name of its resources in messages."""
         return f"{self.section or self.name}.resources"
+
+    @property
+    def has_pmix(self) -> bool:
+        """Whether its tasks find each other by PMIx, whatever version of it."""
+        return self.bootstrap != "files" and (self.resources.mpi or "").startswith("pmix")
 
     @property
     def nodes(self) -> int:
@@ -301,7 +308,8 @@ def _component(config: JobConfig, role: Role[Any], asked: Place, resources: Reso
             f"launch.bootstrap = {wanted!r}: {key}.mpi is not set; "
             "use pmix for Open MPI, pmi2 for MPICH (srun --mpi=list)"
         )
-    if wanted == "mpi_job" and resources.mpi != "pmix":  # pmi2 hangs in some layouts of nodes
+    # pmi2 hangs in some layouts of nodes.
+    if wanted == "mpi_job" and not (resources.mpi or "").startswith("pmix"):
         raise ConfigError(
             f"launch.bootstrap = 'mpi_job': {key}.mpi = {resources.mpi!r}; one world "
             "over several components needs 'pmix'"

@@ -22,6 +22,9 @@ from relax_hpc.roles.training.check import (
 )
 
 _REMEDY = "choose a folder of yours that every node sees"
+_INHERITED = ("account", "qos")
+"""Fields of resources that a component of a heterogeneous job has from those before it, and for
+which there is no word for none."""
 # Slurm replaces %x in file names, and reads a backslash as "replace nothing".
 _REPLACED = "%\\\n"
 
@@ -75,6 +78,7 @@ def check(
         for part in sides(config, hosts):
             partitions.check_partitions(part, partitions.partitions())
             partitions.check_limits(part)
+            check_inherited(part)
             trial.check_number(part)
         every = config.actor.save_every
         whose, save_s = known_runs.longest_save(config.model.path)
@@ -83,6 +87,25 @@ def check(
         check_gpus(components, lacks)
     check_kernel_cache(config, components, say)
     return config
+
+
+def check_inherited(components: Sequence[Component]) -> None:
+    """Refuses what sbatch would silently pass on to the components behind it.
+
+    Args:
+        components: of one job, in order, each with nodes of its own.
+    """
+    for name in _INHERITED:
+        said: Component | None = None
+        for each in components:
+            value = getattr(each.resources, name)
+            if value is None and said is not None:
+                raise ConfigError(
+                    f"{said.key}.{name} = {getattr(said.resources, name)!r}: and {each.key} has "
+                    f"none, so Slurm would give it the same; say {each.key}.{name}, or one for all "
+                    "in [resources]"
+                )
+            said = each if value is not None else said
 
 
 def _packages(config: JobConfig, component: Component) -> list[str]:

@@ -9,14 +9,14 @@ import itertools
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from relax_hpc.config.run import RESTART_DELAYS_S, RESTART_WINDOW_S
 from relax_hpc.launch import interpreter, requeue
-from relax_hpc.launch.placement import SAME_NAME, Component, groups
+from relax_hpc.launch.placement import PASSED_ON, SAME_NAME, Component, groups
 from relax_hpc.launch.supervision import INHERITED, KEEP_OPTIONS, PLAIN, RING, SUPERVISION, WAIT
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.role import Side
@@ -84,20 +84,21 @@ def slurm_script(job: Job, components: Sequence[Component]) -> str:
 
     Its log is FOLDER/<job id>_batch.log.
     """
-    head, group_of = ["#!/bin/bash"], groups(components)
+    head, group_of, before = ["#!/bin/bash"], groups(components), set[str]()
     for index, component in enumerate(components):
         if component.on is None:
             head += ["#SBATCH hetjob"] if group_of[index] else []
             head += [f"# component {group_of[index]}: {component.name}"]
-            head += _directives(job, index, component)
+            head += _directives(job, index, component, before)
+            before |= {name for name in PASSED_ON if getattr(component.resources, name)}
     several = max(group_of) > 0
-    before = itertools.accumulate((component.tasks for component in components), initial=0)
+    ranks_before = itertools.accumulate((each.tasks for each in components), initial=0)
     steps = [
         (k, ranks, _srun(job, k, each, first_rank, ranks, group=group_of[k] if several else None))
-        for k, (each, first_rank) in enumerate(zip(components, before, strict=False))
+        for k, (each, first_rank) in enumerate(zip(components, ranks_before, strict=False))
         for ranks in each.steps
     ]
-    pmix = any(each.bootstrap != "files" and each.resources.mpi == "pmix" for each in components)
+    pmix = any(each.has_pmix for each in components)
     prepare = [
         f"export SLURM_UMASK={job.umask:04o}",  # srun would give tasks that of sbatch
         "export SLURM_EXPORT_ENV=ALL",  # whatever of its environment sbatch was told to export
@@ -275,7 +276,8 @@ def _environment(component: Component) -> list[str]:
     return ["env", *(f'{name}="${{{name}:-{value}}}"' for name, value in values)]
 
 
-def _directives(job: Job, index: int, component: Component) -> list[str]:
+def _directives(job: Job, index: int, component: Component, before: Set[str]) -> list[str]:
+    """Options of sbatch for a component; `before` are those of `PASSED_ON` that have been said."""
     resources = component.resources
     options: dict[str, Any] = {
         "job-name": job.name,
@@ -302,6 +304,7 @@ def _directives(job: Job, index: int, component: Component) -> list[str]:
             f"#SBATCH --{name}" + f"={shlex.quote(str(value))}" * (value != "")
             for name, value in said.items()
         ),
+        *(f"#SBATCH --{name}=" for name in sorted(before) if not getattr(resources, name)),
         *(f"#SBATCH {_quoted(option)}" for option in resources.sbatch),
     ]
 

@@ -13,7 +13,7 @@ from test_launch_script import bash
 from relax_hpc.boards import finish
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import read_resolved
-from relax_hpc.launch import partitions, script, trial
+from relax_hpc.launch import partitions, preflight, script, trial
 from relax_hpc.launch.placement import Component, place
 from relax_hpc.launch.slurm import HetSlurmExecutor
 from relax_hpc.launch.supervision import WAIT
@@ -244,3 +244,21 @@ def test_the_verdict_names_a_component_that_ended_without_a_word(tmp_path, monke
         paths.verdict.unlink(missing_ok=True)
         finish.tell(paths, read_resolved(paths.config), 0, failed=True, ended=ended)
         assert verdict.read(run.run_dir).words.startswith(words)
+
+
+@pytest.mark.parametrize("name", ["account", "qos"])
+def test_what_sbatch_would_pass_on_to_a_component_that_names_none_is_refused(name):
+    def parts(*values):
+        return [
+            Component(f"part{k}", 1, Resources(**{name: value}), section=f"engines.part{k}")
+            for k, value in enumerate(values)
+        ]
+
+    for values in ((None, "a"), ("a", "b"), ("a", "a", "b"), (None, None)):
+        preflight.check_inherited(parts(*values))
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_inherited(parts(None, "a", "b", None))
+    assert str(caught.value) == (
+        f"engines.part2.resources.{name} = 'b': and engines.part3.resources has none, so Slurm "
+        f"would give it the same; say engines.part3.resources.{name}, or one for all in [resources]"
+    )

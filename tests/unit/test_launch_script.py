@@ -1,6 +1,7 @@
 """The job script: its text, compared with one written down, and what bash makes of it."""
 
 import os
+import re
 import subprocess
 import time
 from dataclasses import replace
@@ -133,6 +134,29 @@ def test_components_of_one_mpi_world_are_one_step_that_is_restarted_whole():
     assert first.startswith("srun --het-group=0 ") and second.startswith("--het-group=1 ")
     assert first.endswith("--first-rank 0 --tasks 2") and "--mpi=pmix" in first
     assert second.endswith("--first-rank 2 --tasks 4") and "--mpi=pmix" in second
+
+
+def test_a_component_has_nothing_of_those_before_it_that_it_did_not_ask_for():
+    """sbatch passes these on; with an empty one Slurm 22.05 gives a component its own nodes."""
+    asked = [
+        Resources(exclude="n1,n4", reservation="res1"), Resources(exclude="n2"), Resources(),
+    ]  # fmt: skip
+    parts = [Component(f"part{k}", 1, each) for k, each in enumerate(asked)]
+    _, *later = script.slurm_script(job("/runs/it"), parts).split("#SBATCH hetjob\n")
+    said = [
+        [line for line in part.splitlines() if re.match("#SBATCH --(exclude|reservation)", line)]
+        for part in later
+    ]
+    assert said == [
+        ["#SBATCH --exclude=n2", "#SBATCH --reservation="],
+        ["#SBATCH --exclude=", "#SBATCH --reservation="],
+    ]
+
+
+@pytest.mark.parametrize(("mpi", "rings"), [("pmix", True), ("pmix_v4", True), ("pmi2", False)])
+def test_each_version_of_pmix_gets_its_ring(mpi, rings):
+    parts = [Component("actor", 2, Resources(mpi=mpi), "mpi")]
+    assert ("SLURM_PMIX_FENCE" in script.slurm_script(job("/runs/it"), parts)) is rings
 
 
 def test_the_fences_of_pmix_are_a_ring_unless_the_submitter_says_otherwise():

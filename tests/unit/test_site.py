@@ -350,7 +350,7 @@ CONFIG = """\
 Configuration data as of 2026-11-27T14:31:10
 JobRequeue              = {requeue}
 PreemptMode             = REQUEUE
-PreemptParameters       = (null)
+PreemptParameters       = {preempt}
 PreemptType             = preempt/partition_prio
 PreemptExemptTime       = 00:00:00
 SlurmctldParameters     = {parameters}
@@ -359,13 +359,16 @@ SIGNALS = "enable_configless,preempt_send_user_signal"
 
 
 def told_of(
-    monkeypatch, mode, grace, save_s=None, sbatch=(), requeue=1, parameters=SIGNALS, **further
-):
+    monkeypatch, mode, grace, save_s=None, sbatch=(), requeue=1, parameters=SIGNALS,
+    preempt="(null)", **further,
+):  # fmt: skip
     """What is said of a run of two components in partition low."""
     said = []
     answers = {
         "sinfo": "low*|n1|(null)\nhigh|n1|(null)",
-        "scontrol show config": CONFIG.format(requeue=requeue, parameters=parameters),
+        "scontrol show config": CONFIG.format(
+            requeue=requeue, parameters=parameters, preempt=preempt
+        ),
         "scontrol --all show partition": PARTITIONS.format(mode=mode, grace=grace),
     }
 
@@ -404,6 +407,16 @@ def test_a_save_that_takes_longer_than_the_time_limit_is_announced_is_told_of(mo
     assert told_of(monkeypatch, "OFF", 0, 85.0) == []
     [said] = told_of(monkeypatch, "OFF", 0, 86.0)
     assert said.startswith("a save of this run took 86 s, and the time limit is announced 90 s")
+
+
+def test_a_signal_is_announced_by_its_name_of_newer_slurm_too(monkeypatch):
+    """PreemptParameters since 23.02; `preempt_send_user_signal` is what others call it."""
+    for preempt, is_told in (
+        ("send_user_signal", True), ("reorder_count=3,send_user_signal", True),
+        ("send_user_signals", False), ("reorder_count=3", False),
+    ):  # fmt: skip
+        [said] = told_of(monkeypatch, "CANCEL", 60, 5.0, parameters="(null)", preempt=preempt)
+        assert ("without preempt_send_user_signal" in said) is not is_told
 
 
 @pytest.mark.parametrize("parameters", ["(null)", "enable_configless,idle_on_node_suspend"])

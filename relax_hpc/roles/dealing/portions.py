@@ -268,7 +268,8 @@ def standing_of(
     if not counts.all() and not np.isfinite(worth).all():
         raise _unequal_to_errors(algorithm)
     trained = counts & algorithm.groups.trained(cut)
-    teaches = trained & (algorithm.teaches_without_advantage | np.not_equal(worth, 0))
+    spread = np.not_equal(worth, 0).any(axis=1, keepdims=True)
+    teaches = trained & (algorithm.teaches_without_advantage | spread)
     differ = np.fmin.reduce(rewards, axis=1) < np.fmax.reduce(rewards, axis=1)
     is_left = trained.any(axis=1)
     truncated = np.logical_and(counts.any(axis=1), ~is_left)

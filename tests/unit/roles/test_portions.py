@@ -147,6 +147,20 @@ def test_masking_is_as_if_what_failed_had_never_been_sampled():
     assert found["advantages"][kept].tolist() == expected["advantages"].tolist()
 
 
+def test_a_row_that_is_worth_its_group_s_mean_counts_in_a_group_that_teaches():
+    """DAPO's 1 / sum of |o_i| is over all siblings, a 0.5 among 0, 0.5, 1 with them."""
+    rewards = [0, 0.5, 1, 0.5, *[0.5] * 4, 1, 0, 0, 0]
+    found = index(rewards, responses=[10, 100, 10, 100, *[5] * 4, 1, 2, 3, 4])
+    settings = config(algorithm__preset="dapo", rollout__samples_per_prompt=4).algorithm
+    assert settings.aggregation == "prompt"
+    columns, teaching = values_of(found, settings, 4, longest=9000)
+    assert teaching.tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert columns["advantages"][:4].tolist()[1::2] == [0, 0]
+    np.testing.assert_allclose(columns["weights"][:4], [1 / 220] * 4)
+    np.testing.assert_allclose(columns["weights"][8:], [1 / 10] * 4)
+    assert columns["counts"].sum() == 2
+
+
 class Plain(Advantage):
     def of_groups(self, rows):
         return rows.rewards - rows.rewards.mean(1)[:, None]
