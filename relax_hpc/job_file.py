@@ -5,7 +5,6 @@ A section [sft] makes it a job of supervised fine-tuning, otherwise it is reinfo
 
 import difflib
 import json
-import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -14,19 +13,22 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from relax_hpc import user_files
+from relax_hpc import permissions, user_files
 from relax_hpc.algorithms.algorithm import unknown_setting
 from relax_hpc.config.keys import keys_of
 from relax_hpc.config.moved import answer_to, refusal
 from relax_hpc.config.optimizer import as_it_ran
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
-from relax_hpc.errors import ConfigError, shown
+from relax_hpc.errors import ConfigError, LaunchError, shown
+from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_bytes
 from relax_hpc.sections import NAME, Resources, WholeJob
+from relax_hpc.user_programs import place_of
 
 _FEW = 2
 """Keys of one name in other sections that are told."""
+_ASK = "ask its owner"
 _IN_NAMES = "use letters of a to z, digits, - and _, a letter first"
 
 
@@ -83,20 +85,23 @@ def read_resolved(path: Path, *, run_dir: Path | None = None) -> JobConfig:
         run_dir: the directory; unset is where `path` lies.
 
     Raises:
-        ConfigError: it is missing, empty, or not what `submit` wrote; or it is somebody else's and
-            names a program, which would be run here to read it; or the directory was given a name
-            that no run can have.
+        ConfigError: it is missing, empty, or not what `submit` wrote; or it names a program, which
+            would be run here to read it, and others may have written either; or the directory was
+            given a name that no run can have.
     """
+    folder = (run_dir or path.parent).absolute()
     try:
         text = read_bytes(path).decode()
         tree = json.loads(text)
         if not isinstance(tree, dict):
             raise TypeError("it is not a table")
-        tree = _as_it_ran(_found_at((run_dir or path.parent).absolute(), tree))
-        _check_programs(path, tree)
+        tree = _as_it_ran(_found_at(folder, tree))
+        _check_programs(path, folder, tree)
         return _kind(tree).model_validate_json(json.dumps(tree))
     except FileNotFoundError:
         raise ConfigError(f"{path.parent}: is not a run directory (no {path.name})") from None
+    except LaunchError as error:
+        raise ConfigError(f"{path}: names a program that is run to read it; {error}") from None
     except ValidationError as error:
         reason = next(_explain(error, tree))
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -144,16 +149,27 @@ def _as_it_ran(tree: dict[str, Any]) -> dict[str, Any]:
     return {**tree, "actor": {**actor, "optimizer": as_it_ran(actor["optimizer"])}}
 
 
-def _check_programs(path: Path, tree: dict[str, Any]) -> None:
+def _check_programs(path: Path, folder: Path, tree: dict[str, Any]) -> None:
+    """Makes sure that nobody else can have written what is imported where the job is validated.
+
+    Args:
+        path: of the job.
+        folder: of the run.
+        tree: the job.
+
+    Raises:
+        LaunchError: somebody else can.
+    """
     algorithm = tree.get("algorithm")
     parts = algorithm.values() if isinstance(algorithm, dict) else ()
     names = [str(part.get("name", "")) for part in parts if isinstance(part, dict)]
-    program = next((name for name in names if ":" in name), None)
-    if program is not None and path.stat().st_uid != os.geteuid():
-        raise ConfigError(
-            f"{path.parent}: is a run of another user, and to read its job {program} would be run "
-            "as you; ask its owner"
-        )
+    names = [name for name in names if ":" in name]
+    if names:
+        permissions.check_run(RunPaths(folder), path.parent, path, remedy=_ASK)
+    for file in {place[0] for name in names if (place := place_of(name))}:
+        run = RunPaths(file.parent.parent.parent)  # a replay names the copies of its run
+        if run.programs == file.parent.parent and run.root != folder:
+            permissions.check_run(run, remedy=_ASK)
 
 
 def _kind(tree: dict[str, Any]) -> type[JobConfig]:

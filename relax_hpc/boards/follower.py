@@ -70,7 +70,8 @@ def main() -> None:
     from relax_hpc.paths import RunPaths
 
     storage.settle()
-    permissions.adopt(args.run_dir)
+    paths = RunPaths(args.run_dir)
+    permissions.enter(paths)
     logging.basicConfig(
         level=logging.WARNING,
         stream=sys.stdout,  # the log of the job script
@@ -79,7 +80,7 @@ def main() -> None:
     )
     if os.getppid() != args.controller:  # it has ended already
         return
-    controller, paths = ProcessId.of(args.controller), RunPaths(args.run_dir)
+    controller = ProcessId.of(args.controller)
     config = job_file.read_resolved(paths.config)
     storage.settle(config.launch.peer_timeout_s, reserve=paths.reserve)
     board: RunBoard | Export

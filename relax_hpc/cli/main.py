@@ -168,7 +168,7 @@ def check(
         )
         if use_slurm:
             remarks.append(expected_start(config, components))
-        preflight.check_run_dir(config.run_dir, config.name)
+        preflight.check_run_dir(config.run_dir, config.name, say=remarks.append)
         if play:
             play_episode(config, replies, remarks.append)
         if everything or not sys.stdout.isatty():

@@ -17,7 +17,7 @@ from submitit import JobEnvironment
 
 from relax_hpc import permissions, storage
 from relax_hpc.comm import cpus
-from relax_hpc.errors import LaunchError, RelaxError
+from relax_hpc.errors import RelaxError
 from relax_hpc.launch import requeue
 from relax_hpc.paths import ComponentPaths, RunPaths
 from relax_hpc.records import write_text
@@ -41,11 +41,7 @@ def main(run: TaskMain | None = None) -> None:
     storage.settle()
     paths = RunPaths(args.run_dir)
     folder = paths.component(args.component)
-    try:
-        check_own(paths, folder)
-    except LaunchError as error:
-        sys.exit(str(error))
-    permissions.adopt(folder)
+    permissions.enter(paths, paths.submission, folder)
     job_id = JobEnvironment().job_id
     context = _context(args)
     if args.on_node and args.cpus:
@@ -76,16 +72,6 @@ def main(run: TaskMain | None = None) -> None:
         raise
     requeue.leave()
     patiently(mine, mine.touch)
-
-
-def check_own(paths: RunPaths, folder: Path) -> None:
-    """Refuses to run what somebody else may have put there.
-
-    Raises:
-        LaunchError: names it, and what to do.
-    """
-    further = [path for path in (paths.config, paths.programs) if exists(path)]
-    permissions.check_own(paths.root, paths.submission, folder, *further)
 
 
 def _role(run_dir: Path, context: TaskContext, bootstrap: str) -> None:

@@ -157,7 +157,9 @@ def evaluate(
 def _open(config: RunConfig, paths: RunPaths) -> None:
     if not paths.config.exists():
         make_run_dir(config, paths)
-    elif job_file.read_resolved(paths.config) != programs.named(config, paths.programs):
+        return
+    permissions.check_run(paths)
+    if job_file.read_resolved(paths.config) != programs.named(config, paths.programs):
         raise ConfigError(
             f"--name {config.name}: {paths.root} is a run of other settings; choose another name"
         )

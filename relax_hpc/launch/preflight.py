@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from relax_hpc import kernel_cache, user_files
+from relax_hpc import kernel_cache, permissions, user_files
 from relax_hpc.comm import gpus
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.errors import ConfigError
@@ -176,7 +176,8 @@ def check_boards(config: JobConfig) -> None:
             )
 
 
-def check_run_dir(run_dir: Path, name: str) -> None:
+def check_run_dir(run_dir: Path, name: str, *, say: Callable[[str], None] = _silent) -> None:
+    """Refuses a run directory that cannot be made, and says where others may replace it."""
     key = f"run_root = {str(run_dir.parent)!r}"
     if any(character in str(run_dir) for character in _REPLACED):
         raise ConfigError(
@@ -204,6 +205,11 @@ def check_run_dir(run_dir: Path, name: str) -> None:
         raise ConfigError(f"{key}: {existing} is not a folder; {_REMEDY}")
     if not writable:
         raise ConfigError(f"{key}: {existing} cannot be written to; {_REMEDY}")
+    for folder, mode in permissions.open_above(run_dir).items():
+        say(
+            f"{key}: {folder} has mode {mode:04o}: others may put a run directory of theirs in the "
+            f"place of yours there; chmod +t {folder}, which its owner may, or choose another"
+        )
 
 
 def check_component(component: Component) -> None:

@@ -94,7 +94,7 @@ def submit(
     """
     mode = mode_of(local=local)
     config, components = resolve(config)
-    preflight.check_run_dir(config.run_dir, config.name)
+    preflight.check_run_dir(config.run_dir, config.name, say=say)
     config = preflight.check(config, components, use_slurm=mode == "slurm", say=say)
     planned = plan(mode, config, components, 1)
     if dry_run:

@@ -115,6 +115,7 @@ def replay(
         LaunchError: the job could not be started, or failed.
     """
     paths = RunPaths(run_dir.absolute())
+    permissions.check_run(paths)
     _check_over(run_dir, ended=ended)
     recorded = recorded_step(paths, step)
     [was] = _jobs_of(paths, [recorded])

@@ -55,8 +55,7 @@ def resume(
     """
 
     paths = RunPaths(run_dir.absolute())
-    folders = (paths.root, paths.submission, paths.programs, paths.config)
-    permissions.check_own(*(path for path in folders if path.exists()))  # a job names programs
+    permissions.check_run(paths, paths.submission)
     was = read_resolved(paths.config)
     new = changed(was, overrides) if overrides else Changed(was)
     config, changes = new.job, new.lines

@@ -229,8 +229,10 @@ def _node(run_dir: Path, job_id: str, names: Sequence[str], task: str, ranks: Se
 
 def main() -> None:
     args = _parse()
-    storage.settle(_PATIENCE_S, reserve=RunPaths(args.run_dir).reserve)
-    permissions.adopt(args.run_dir)
+    paths = RunPaths(args.run_dir)
+    storage.settle(_PATIENCE_S)
+    permissions.enter(paths)
+    storage.settle(_PATIENCE_S, reserve=paths.reserve)
     if args.before:
         give_requeue(args.run_dir, args.job_id)
         return

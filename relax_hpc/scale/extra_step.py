@@ -7,6 +7,7 @@ from pathlib import Path
 
 from relax_hpc import permissions, storage
 from relax_hpc.comm import cpus
+from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.table import joining
 
@@ -25,7 +26,7 @@ def main() -> None:
     parser.add_argument("--cpus", type=int, default=0, help="of each, which takes them by itself")
     args = parser.parse_args()
     storage.settle()
-    permissions.adopt(args.run_dir)
+    permissions.enter(RunPaths(args.run_dir))
     cpus.take(args.slot, args.on_node, args.cpus)
     # Slurm announces the time limit to every step; those of the job itself act on it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)

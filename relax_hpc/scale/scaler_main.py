@@ -27,7 +27,8 @@ _END_S = 8.0
 def main() -> None:
     args = _parse()
     storage.settle()
-    permissions.adopt(args.run_dir)
+    paths = RunPaths(args.run_dir)
+    permissions.enter(paths)
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stdout,  # the log of the job script
@@ -36,7 +37,6 @@ def main() -> None:
     )
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    paths = RunPaths(args.run_dir)
     config = job_file.read_resolved(paths.config)
     assert isinstance(config, RunConfig)
     storage.settle(config.launch.peer_timeout_s, reserve=paths.reserve)

@@ -15,7 +15,6 @@ from relax_hpc import permissions
 from relax_hpc.bench import algorithms
 from relax_hpc.cli.bench import bench
 from relax_hpc.errors import LaunchError
-from relax_hpc.launch.entry import check_own
 from relax_hpc.paths import RunPaths
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.scratch import COMPILED, compiled_folder, scratch_folder
@@ -34,6 +33,11 @@ def paths(tmp_path):
     return paths
 
 
+def check_run(paths):
+    """As a task of the actor does."""
+    permissions.check_run(paths, paths.submission, paths.component("actor"))
+
+
 def run_task(paths):
     return subprocess.run(
         [sys.executable, "-m", "relax_hpc.launch.entry", paths.root, "actor", "--start", "1"],
@@ -46,10 +50,10 @@ def run_task(paths):
 @pytest.mark.parametrize("mode", [0o720, 0o702])
 @pytest.mark.parametrize("place", [".", "submission", "submission/actor", "programs", "run.json"])
 def test_a_folder_that_others_may_write_is_refused(paths, place, mode):
-    check_own(paths, paths.component("actor"))
+    check_run(paths)
     (paths.root / place).chmod(mode)
     with pytest.raises(LaunchError) as error:
-        check_own(paths, paths.component("actor"))
+        check_run(paths)
     where = (paths.root / place).resolve()
     assert f"{where}: owner {os.geteuid()}, mode {mode:04o}: others" in str(error.value)
     assert f"chmod -R go-w {where}" in str(error.value)
@@ -60,7 +64,7 @@ def test_a_folder_that_others_may_write_is_refused(paths, place, mode):
 def test_a_folder_of_another_user_is_refused(paths, place):
     os.chown(paths.root / place, 65534, -1)
     with pytest.raises(LaunchError, match=r"owner 65534, mode 0[67]00: is not of user 0"):
-        check_own(paths, paths.component("actor"))
+        check_run(paths)
 
 
 @pytest.mark.parametrize("place", ["submission", "run.json"])

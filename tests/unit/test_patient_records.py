@@ -24,7 +24,7 @@ from relax_hpc.fleet.members import Member
 from relax_hpc.fleet.roster import Roster, RosterEntry
 from relax_hpc.fleet.scaling import Request
 from relax_hpc.fleet.switches import Notes, forget_earlier
-from relax_hpc.launch import entry, requeue
+from relax_hpc.launch import requeue
 from relax_hpc.launch.sides.holder import Holder
 from relax_hpc.models import hf_folder
 from relax_hpc.paths import RunPaths
@@ -154,7 +154,7 @@ def of_engines(paths):
 
 def of_starts(paths):
     """What a task looks at before it begins."""
-    entry.check_own(paths, paths.submission)
+    permissions.check_run(paths, paths.submission)
     return permissions.umask_of(paths.root), RunSecret.read(paths.secret).derive("x")
 
 

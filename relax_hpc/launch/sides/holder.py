@@ -212,7 +212,8 @@ class Holder:
 def main() -> None:
     args = _parse()
     storage.settle()
-    permissions.adopt(args.run_dir)
+    paths = RunPaths(args.run_dir)
+    permissions.enter(paths)
     logging.basicConfig(
         level=logging.WARNING,
         stream=sys.stdout,  # the log of the job script
@@ -220,7 +221,6 @@ def main() -> None:
         datefmt="%Y-%m-%dT%H:%M:%S",
     )
     logging.getLogger("relax_hpc.launch").setLevel(logging.INFO)
-    paths = RunPaths(args.run_dir)
     config = job_file.read_resolved(paths.config)
     assert isinstance(config, RunConfig)
     storage.settle(config.launch.peer_timeout_s, reserve=paths.reserve)
