@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from relax_hpc.process_start import start_ticks
+
 log = logging.getLogger(__name__)
 
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
@@ -33,7 +35,7 @@ def scratch_folder(purpose: str, parent: Path | None = None) -> Iterator[Path]:
     here = f"relax-{purpose}-{_node()}."
     _remove_leftovers(parent, here)
     pid = os.getpid()
-    folder = Path(tempfile.mkdtemp(prefix=f"{here}{pid}.{_start_of(pid)}-", dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix=f"{here}{pid}.{start_ticks(pid)}-", dir=parent))
     try:
         yield folder
     finally:
@@ -93,7 +95,7 @@ def _remove_leftovers(parent: Path, here: str) -> None:
         except FileNotFoundError:  # its maker lives, and has just removed it
             continue
         pid, _, start = folder.name.removeprefix(here).split("-")[0].partition(".")
-        if is_ours and pid.isdecimal() and _start_of(int(pid)) != start:
+        if is_ours and pid.isdecimal() and str(start_ticks(int(pid))) != start:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -101,12 +103,3 @@ def _node() -> str:
     """Names where a process id means the same: temporary folders may be shared by nodes or
     containers."""
     return f"{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}"  # noqa: PTH116
-
-
-def _start_of(pid: int) -> str:
-    """Returns when a process started, in ticks since the node did; "" if there is none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return ""
-    return fields.rpartition(b")")[2].split()[19].decode()  # the name may have anything in it

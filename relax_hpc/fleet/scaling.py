@@ -153,7 +153,7 @@ class ScaleState:
             return None
         extras = {}
         for name, fields in record.pop("extras").items():
-            process = fields["process"] and ProcessId(**fields["process"])
+            process = fields["process"] and ProcessId.read(fields["process"])
             extras[name] = Extra(**fields | {"process": process})
         requests = {int(n): Outcome(**fields) for n, fields in record.pop("requests").items()}
         return cls(**record, requests=requests, extras=extras)

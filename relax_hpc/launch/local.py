@@ -42,7 +42,7 @@ def start(job: script.Job, components: Sequence[Component]) -> StartedJob:
 def processes(folder: Path, job_id: str) -> list[ProcessId]:
     """The step that ran last in a component's folder: its launcher first, then its tasks."""
     record = read_json(ComponentPaths(folder, job_id).processes) or {"processes": []}
-    return [ProcessId(entry["pid"], entry["start_time"]) for entry in record["processes"]]
+    return [ProcessId.read(entry) for entry in record["processes"]]
 
 
 def end_step(step: Sequence[ProcessId]) -> None:

@@ -124,7 +124,7 @@ def end_what_is_left(timeout_s: float = _GRACE_S) -> None:
 
 
 def record_processes(path: Path, pids: Sequence[int]) -> None:
-    """Notes who runs, with start times: an id alone may name another process later."""
+    """Notes who runs, and since when: an id alone may name another process later."""
     processes = []
     for pid in pids:
         try:

@@ -120,7 +120,7 @@ def _parse(
     )
     if not components:
         raise ValueError("it has no components")
-    controller = ProcessId(**record["controller"]) if record.get("controller") else None
+    controller = ProcessId.read(record["controller"]) if record.get("controller") else None
     return LaunchRecord(
         record["mode"],
         str(record["leader"]),
@@ -173,5 +173,5 @@ def _is_void(path: Path) -> bool:
     if found is None:
         return False
     if found["node"] == socket.gethostname():
-        return ProcessId(found["pid"], found["start_time"]).find() is None
+        return ProcessId.read(found).find() is None
     return bool(time.time() - found["time"] > _CLAIM_S)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self
 import psutil
 
 from relax_hpc.errors import ConfigError, EngineLostError
+from relax_hpc.process_start import start_ticks
 from relax_hpc.rewards.contract import FIELDS, Kind, Sample, Score
 from relax_hpc.rewards.registry import Term
 from relax_hpc.rewards.worker import PROGRESS
@@ -76,7 +77,7 @@ class Worker:
         self.pid, self.kept_bytes = process.pid, 0
         self._process, self._progress, self._limits = process, progress, limits
         self._reader, self._writer = streams
-        self._created = _created(process.pid)
+        self._started = start_ticks(process.pid)
         self._ids = itertools.count()
         self._waiting: dict[int, asyncio.Future[list[Score]]] = {}
         self._lost = ""
@@ -166,7 +167,7 @@ class Worker:
         self._lose("was ended")
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGSTOP)  # it starts nobody while we look
-        await asyncio.to_thread(_kill_family, self.pid, self._created)
+        await asyncio.to_thread(_kill_family, self.pid, self._started)
         await self._process.wait()
         await self._watching
         if self._listening:
@@ -267,21 +268,14 @@ def _plain(value: Any) -> Any:  # noqa: ANN401
     return str(value)
 
 
-def _created(pid: int) -> float:
-    try:
-        return float(psutil.Process(pid).create_time())
-    except psutil.NoSuchProcess:
-        return 0.0
-
-
-def _kill_family(leader: int, created: float) -> None:
+def _kill_family(leader: int, started: int | None) -> None:
     """Kills a process, all in its session and all that descend from it, and nobody else.
 
     What left the session is found while the leader, to whom orphans below it return, is there.
     """
     family = set[psutil.Process]()
     for _ in range(10):  # those found may have started others
-        found = set(_family(leader, created)) - family
+        found = set(_family(leader, started)) - family
         for process in found:
             with suppress(psutil.NoSuchProcess):
                 process.suspend()
@@ -293,12 +287,12 @@ def _kill_family(leader: int, created: float) -> None:
             process.kill()
 
 
-def _family(leader: int, created: float) -> list[psutil.Process]:
+def _family(leader: int, started: int | None) -> list[psutil.Process]:
     found = []
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(leader)
-        if process.create_time() != created:  # the number is another's: nobody of ours is left
-            return []
+        if start_ticks(leader) not in (started, None):
+            return []  # the number is another's: nobody of ours is left
         found = [process, *process.children(recursive=True)]
     return [*found, *(each for each in psutil.process_iter() if _is_of_session(each, leader))]
 

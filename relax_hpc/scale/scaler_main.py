@@ -50,6 +50,8 @@ def main() -> None:
     while not stop.wait(_TICK_S) and controller.find():
         scaler.tick()
     scaler.end(_END_S)
+    if not stop.is_set():
+        sys.exit(f"scaler: process {args.controller}, the job script, is not there any more")
 
 
 def _parse() -> argparse.Namespace:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -51,7 +52,8 @@ def alive(pid):
 def test_a_process_is_found_by_its_number_and_start_until_it_has_ended():
     own = ProcessId.of(os.getpid())
     assert own.find().pid == os.getpid()
-    assert ProcessId(own.pid, own.start_time - 1).find() is None  # another had this number then
+    before = replace(own, start_ticks=own.start_ticks - 1)
+    assert before.find() is None  # another had this number then
     with subprocess.Popen(["sleep", "60"]) as child:
         found = ProcessId.of(child.pid)
         assert found.find().pid == child.pid

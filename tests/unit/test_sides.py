@@ -402,6 +402,17 @@ def test_a_job_whose_holder_is_given_up_fails_and_one_that_is_told_to_end_does_n
     assert ("failed" in done.stdout) == (ends == "exit 3"), done
 
 
+def test_whoever_serves_a_script_that_was_killed_does_not_wait_to_serve_it_again():
+    lines = [
+        "max_restarts=9 restart_delays_s=(60) restart_window_s=9 verdict=()", SUPERVISION,
+        'fake() { while kill -0 "$$" 2>/dev/null; do sleep 0.1; done; exit 1; }',
+        "serve holder fake &", 'kill -KILL "$$"',
+    ]  # fmt: skip
+    outer = ["bash", "-c", 'bash -c "$1"; exit', "-", "\n".join(lines)]  # it waits for the script
+    done = subprocess.run(outer, capture_output=True, timeout=20)  # and this for all who write here
+    assert done.returncode == 128 + 9 and not done.stdout
+
+
 def test_if_the_second_job_is_refused_the_first_is_cancelled(tmp_path, monkeypatch):
     fake = fake_slurm.make(tmp_path, monkeypatch)
     script = fake.folder / "sbatch"

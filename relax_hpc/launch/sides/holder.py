@@ -242,6 +242,7 @@ def main() -> None:
             requeue.tell(args.job_id, args.run_dir, "ended", words)
             script.send_signal(signal.SIGUSR1)
             return
+    sys.exit(f"holder: process {args.controller}, the job script, is not there any more")
 
 
 def _parse() -> argparse.Namespace:
