@@ -133,22 +133,25 @@ def _parse(
     )
 
 
-def claim(paths: RunPaths, number: int, *, sure: bool) -> int:
+def claim(paths: RunPaths, newest: LaunchRecord, *, sure: bool) -> int:
     """Makes this process the one that starts the run next: of several, one succeeds.
 
     Args:
         paths: of the run.
-        number: of the launch.
-        sure: a claim of somebody who has died counts for nothing.
+        newest: launch of the run, as this process has looked at it and found it ended.
+        sure: a claim of somebody who has died counts for nothing, unless a launch came of it.
 
     Returns:
         The number that was claimed. The claim stays, and a job of an earlier launch that begins
         afterwards, e.g. since Slurm requeued it, ends at once.
 
     Raises:
-        ConfigError: somebody else has claimed it.
+        ConfigError: somebody else has claimed it, or has started it meanwhile.
     """
+    number = newest.number + 1
     while sure and _is_void(paths.launch_claim(number)):
+        # Before the next is claimed: a job that begins ends at once if there is a claim after its.
+        _check_newest(paths, newest)
         number += 1
     path = paths.launch_claim(number)
     mine = {"time": time.time(), "node": socket.gethostname(), **asdict(ProcessId.of(os.getpid()))}
@@ -158,7 +161,22 @@ def claim(paths: RunPaths, number: int, *, sure: bool) -> int:
             f"relax-hpc status {paths.root}. If that one died, and squeue shows no job of this "
             "run, add --ended"
         )
+    try:
+        _check_newest(paths, newest)
+    except ConfigError:
+        path.unlink()
+        raise
     return number
+
+
+def _check_newest(paths: RunPaths, newest: LaunchRecord) -> None:
+    """Makes sure that nobody has recorded a launch since: of that one nothing is known to end."""
+    found = read(paths.root)
+    if found.number != newest.number:
+        raise ConfigError(
+            f"{paths.root}: was resumed meanwhile, as job {found.leader}; nothing was started. "
+            f"Look at it with relax-hpc status {paths.root}, and resume it again if that job ended"
+        )
 
 
 def unrecorded(paths: RunPaths, launched: LaunchRecord) -> Path | None:

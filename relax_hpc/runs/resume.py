@@ -49,8 +49,8 @@ def resume(
 
     Raises:
         ConfigError: not a run directory, complete and given no more steps, without a checkpoint or
-            what a first step needs, or it may still be running; or an override that would change
-            what is trained.
+            what a first step needs, or it may still be running, or was resumed meanwhile; or an
+            override that would change what is trained.
         LaunchError: Slurm refused it.
     """
 
@@ -78,7 +78,7 @@ def resume(
     _compare_programs(paths.programs, say)
     with permissions.masked(permissions.UMASKS[config.launch.share]):
         broken_media.decide_if_undecided(config, paths, say=say, advance=advance)
-    number = record.claim(paths, newest.number + 1, sure=ended)
+    number = record.claim(paths, newest, sure=ended)
     planned = submit.plan(mode, config, components, number)
     try:
         _make_private(config, paths)
