@@ -58,8 +58,11 @@ class SidecarWriter(Owner):
         self._pending: dict[str, Pending] = {}
         self._offsets: dict[str, npt.NDArray[np.int64]] = {}
         """Row boundaries of shards that were opened and not widened yet."""
-        self._done = {record.parent for record in self._live if self._is_whole(record)}
-        """The shards that have been widened."""
+        self._done = {r.parent: r.guid_max for r in self._live if self._is_whole(r)}
+        """The shards that have been widened, or skipped, until the trainer has released them: uuid
+        -> the last ordinal."""
+        self._retired = 0
+        """Shards whose ordinals are below wait no more."""
 
     def pending(self, retired_guid_below: int = 0) -> list[Pending]:
         """The shards that wait for this role's columns, oldest first.
@@ -74,8 +77,9 @@ class SidecarWriter(Owner):
             for record in tail.poll():
                 if record.kind is RecordKind.BASE and record.uuid not in self._done:
                     self._pending[record.uuid] = Pending(producer, record)
+        retired = max(self._retired, retired_guid_below)
         for uuid, (_, record) in list(self._pending.items()):
-            if record.guid_max < retired_guid_below:
+            if record.guid_max < retired:
                 del self._pending[uuid]
         return sorted(self._pending.values(), key=lambda pending: pending.record.guid_min)
 
@@ -143,7 +147,7 @@ class SidecarWriter(Owner):
 
     def skip(self, pending: Pending) -> None:
         """Leaves a shard as it is."""
-        self._done.add(pending.record.uuid)
+        self._done[pending.record.uuid] = pending.record.guid_max
         self._pending.pop(pending.record.uuid, None)
         self._offsets.pop(pending.record.uuid, None)
 
@@ -163,9 +167,13 @@ class SidecarWriter(Owner):
     def collect(self, retired_guid_below: int) -> int:
         """Deletes own shards whose guids are all below an ordinal that the trainer released.
 
+        What was known of the shards that they widen goes, too: nobody needs these any more.
+
         Returns:
             Shards deleted.
         """
+        self._retired = max(self._retired, retired_guid_below)
+        self._done = {u: last for u, last in self._done.items() if last >= self._retired}
         return len(self._delete(lambda record: record.guid_max < retired_guid_below))
 
     def close(self) -> None:

@@ -192,6 +192,24 @@ def test_owners_delete_sidecars_with_what_they_widen(paths):
         assert [p.record.guid_min for p in writer.pending(retired_guid_below=2)] == [2]
 
 
+def test_what_is_known_of_shards_goes_with_them(paths):
+    """A run has millions: two of each ten groups are kept here, whatever came before."""
+    with SidecarWriter(paths, "reference-0", {}) as writer:
+        for begin in range(0, 30, 10):
+            produce(paths, "rollout-0", range(begin, begin + 10))
+            for pending in writer.pending():
+                with writer.open(pending) as shard:
+                    if pending.record.guid_max % 2:
+                        writer.skip(pending)
+                    else:
+                        writer.put(pending, ref_logprobs(shard))
+            writer.collect(begin + 8)
+            assert writer.pending() == []
+            assert sorted(writer._done.values()) == [begin + 8, begin + 9]
+    with SidecarWriter(paths, "reference-0", {}) as writer:  # 29 was skipped
+        assert [p.record.guid_min for p in writer.pending(28)] == [29]
+
+
 def test_columns_that_do_not_fit_are_refused_before_anything_is_written(paths):
     produce_all(paths)
     with SidecarWriter(paths, "reference-0", {}) as writer:
