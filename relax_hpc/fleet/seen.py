@@ -75,21 +75,25 @@ class Folder:
             stamp = None if self._fd is None else _changed_at(self._fd)
             if self._fd is None or (self._is_parent and stamp != self._stamp):
                 self._let_go()
-                self._fd = self._opened()
-                self._close = weakref.finalize(self, _close, self._fd)
-                stamp = _changed_at(self._fd)
+                stamp = self._open()
+                if self._is_parent and self._path.exists():
+                    # It was made after the look for it, and before that stamp, which knows of it.
+                    self._let_go()
+                    stamp = self._open()
         except OSError:  # the server has forgotten it
             self._let_go()
             return None
         return stamp
 
-    def _opened(self) -> int:
+    def _open(self) -> _Stamp:
         flags, self._is_parent = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, False
         try:
-            return os.open(self._path, flags)
+            self._fd = os.open(self._path, flags)
         except FileNotFoundError:  # it comes later
             self._is_parent = True
-            return os.open(self._path.parent, flags)
+            self._fd = os.open(self._path.parent, flags)
+        self._close = weakref.finalize(self, _close, self._fd)
+        return _changed_at(self._fd)
 
     def _let_go(self) -> None:
         if self._close is not None:

@@ -147,6 +147,30 @@ def test_a_folder_that_never_tells_is_read_now_and_then_and_one_that_comes_is_se
     assert late.get("a") == [3]
 
 
+def test_a_folder_that_another_makes_while_it_is_looked_for_is_followed(
+    tmp_path, clock, monkeypatch
+):
+    """Its parent's stamp is of after that, so the parent would not tell of it."""
+    folder, real, to_come = tmp_path / "late", seen._changed_at, [True]
+
+    def changed_at(fd):
+        if to_come:
+            to_come.pop()
+            folder.mkdir()
+            write_json(folder / "a", 1)
+        return real(fd)
+
+    monkeypatch.setattr(seen, "_changed_at", changed_at)
+    followed = follow(folder)
+    assert followed.get("a") == [1]
+    clock[0] += seen.GRAIN_S
+    followed.get("a")
+    for value in (2, 3):
+        time.sleep(0.02)
+        write_json(folder / "a", value)
+        assert followed.get("a") == [value]
+
+
 def board_of(paths, num_tasks, clock):
     """A second's looks of a follower of the events of so many tasks and the trainer."""
     paths.events_folder.mkdir()
