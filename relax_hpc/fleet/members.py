@@ -1,5 +1,7 @@
 """Engines that can receive weights: each is a record that its owner writes, and nobody else."""
 
+import logging
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
@@ -10,10 +12,14 @@ from relax_hpc.fleet.seen import Seen
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
 
+log = logging.getLogger(__name__)
+
 State = Literal["WAITING", "STARTING", "HEALTHY", "DRAINING", "GONE", "FAILED"]
 
 _REFRESH_S = 60.0
 """There are many."""
+_START = re.compile(r"(.+)\.(\d+)-(\d+)-\d+")
+"""Job, restarts of it, starts of the task's step within that, starts of the engine."""
 
 
 class Member(NamedTuple):
@@ -58,8 +64,27 @@ def attempt_of(member: Member) -> str:
 
 
 def announce(paths: RunPaths, member: Member) -> None:
+    """Records a member, unless a later task of the same job has done so.
+
+    Its owner may be one that was cut off while Slurm started the job, or its step, again.
+    """
+    there = find(paths, member.id)
+    if there is not None and _is_later(there.start, member.start):
+        log.warning("%s: start %s is on record, %s is over", member.id, there.start, member.start)
+        return
     write_json(paths.member(member.id), member._asdict())
     seen.folder_at(paths.members).note()
+
+
+def _is_later(start: str, other: str) -> bool:
+    """Whether it is of a task that the same job started after that of the other one.
+
+    Ids of jobs do not tell which of two was later.
+    """
+    found, before = _START.fullmatch(start), _START.fullmatch(other)
+    if found is None or before is None or found[1] != before[1]:
+        return False
+    return (int(found[2]), int(found[3])) > (int(before[2]), int(before[3]))
 
 
 def follow(paths: RunPaths) -> Seen[Member | None]:

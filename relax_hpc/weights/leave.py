@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from relax_hpc.weights.loads import Loaded
 from relax_hpc.weights.newest import Newest
 from relax_hpc.weights.publish import RETRY_S, Published
 from relax_hpc.weights.ranks import Rest, TrainerRanks
-from relax_hpc.weights.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +37,19 @@ class SnapshotPublisher:
         """
         self._config, self._paths, self._ranks = config, paths, ranks
         self._num_bytes = sum(plan.sizes)
-        self._left = -1
-        """The newest version that this trainer has left."""
+        self._left: Path | None = None
+        """The newest snapshot that this trainer has left."""
         self._lacks_since: float | None = None
         """Time since which a version could not be written."""
         self._not_before = 0.0
 
     def publish(
-        self, version: int, tensors: Iterator[tuple[str, Tensor]], *, check: bool = False
+        self,
+        version: int,
+        tensors: Iterator[tuple[str, Tensor]],
+        *,
+        check: bool = False,
+        check_fenced: Callable[[], None] = lambda: None,
     ) -> Published:
         """Writes a snapshot of the policy, unless this trainer has done so.
 
@@ -56,21 +61,24 @@ class SnapshotPublisher:
             version: of the policy.
             tensors: all of its weights.
             check: engines are to compare what they load with what was written.
+            check_fenced: raises if another trainer took over; asked once more before engines are
+                told, since the writing may take minutes.
 
         Raises:
+            FencedError: another trainer took over; the record is as that one left it.
             SnapshotError: none could be written for `weights.timeout_s`.
         """
         timers, start, error = Timers(), time.perf_counter(), ""
         newest = Newest.read(self._paths)
-        is_behind = newest is not None and newest.version > version and exists(newest.folder)
-        is_needed = version > 0 and self._left != version and not is_behind
+        is_left = newest is not None and (newest.version, newest.folder) == (version, self._left)
+        is_needed = version > 0 and not is_left and not _is_ahead(newest, version)
         wanted = is_needed and time.monotonic() >= self._not_before
         if not wanted:
             self._ranks.tell(Rest())
         else:
             try:
                 with timers("write"):
-                    self._write(version, tensors, check=check)
+                    self._write(version, tensors, check_fenced, check=check)
             except SnapshotError as problem:
                 error = self._suspend(problem)
         spent = {name.removeprefix("time/"): each for name, each in timers.seconds.items()}
@@ -105,8 +113,13 @@ class SnapshotPublisher:
         """Nothing is held."""
 
     def _write(
-        self, version: int, tensors: Iterator[tuple[str, Tensor]], *, check: bool
-    ) -> Snapshot:
+        self,
+        version: int,
+        tensors: Iterator[tuple[str, Tensor]],
+        check_fenced: Callable[[], None],
+        *,
+        check: bool,
+    ) -> None:
         digest = Digest() if check else None
         stream = digest.of_all(tensors) if digest else tensors
         # Engines have no other until this one is written. Times of folders do not tell which it is:
@@ -115,11 +128,12 @@ class SnapshotPublisher:
         in_use = [newest.folder] if newest else []
         snapshot = self._ranks.write_snapshot(version, stream, in_use=in_use)
         checksums = snapshot.manifest.checksums if check else []
-        Newest(version, snapshot.folder, checksums, digest.hexdigest() if digest else "").write(
-            self._paths
-        )
-        self._left, self._lacks_since = version, None
-        return snapshot
+        written = Newest(version, snapshot.folder, checksums, digest.hexdigest() if digest else "")
+        self._lacks_since = None
+        check_fenced()
+        if not _is_ahead(Newest.read(self._paths), version):  # by the trainer before, at its end
+            written.write(self._paths)
+            self._left = snapshot.folder
 
     def _suspend(self, problem: SnapshotError) -> str:
         now = time.monotonic()
@@ -129,3 +143,8 @@ class SnapshotPublisher:
             raise problem
         log.error("%s; tried again in %.0f s", problem, RETRY_S)
         return str(problem)
+
+
+def _is_ahead(newest: Newest | None, version: int) -> bool:
+    """Whether there is a snapshot for engines that is newer than a version."""
+    return newest is not None and newest.version > version and exists(newest.folder)

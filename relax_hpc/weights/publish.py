@@ -6,7 +6,7 @@ undefined weights: it is fenced (left out, and never resumed) until it comes bac
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -112,6 +112,7 @@ class Publisher:
         tensors: Iterator[tuple[str, Tensor]],
         *,
         check: bool = False,
+        check_fenced: Callable[[], None] = lambda: None,
     ) -> Published:
         """Brings every healthy member that takes weights in one way to `version`.
 
@@ -121,8 +122,11 @@ class Publisher:
             version: of the policy.
             tensors: all of its weights, which nobody has begun to take.
             check: compares afterwards what members hold with what was sent.
+            check_fenced: raises if another trainer took over; asked before members are changed and
+                before it is published what they hold.
 
         Raises:
+            FencedError: another trainer took over.
             SnapshotError: engines take files only, and none could be written for `timeout_s`.
         """
         register, timers, start = self._register, Timers(), time.perf_counter()
@@ -135,7 +139,9 @@ class Publisher:
         done, delivery, error = dict[Member, EngineControl](), None, ""
         try:
             if way:
-                done, delivery = self._sync(way, engines, outgoing, timers, check=check)
+                done, delivery = self._sync(
+                    way, engines, outgoing, timers, check_fenced, check=check
+                )
             else:
                 self._ranks.tell(Rest())
         except SnapshotError as problem:
@@ -296,6 +302,7 @@ class Publisher:
         engines: dict[Member, EngineControl],
         outgoing: Outgoing,
         timers: Timers,
+        check_fenced: Callable[[], None],
         *,
         check: bool,
     ) -> tuple[dict[Member, EngineControl], Delivery]:
@@ -307,6 +314,7 @@ class Publisher:
             engines = {m: r for m, r in engines.items() if self._lacks(m)}
         for member in engines:
             register.note(member, "SYNCING")
+        check_fenced()
         register.write()
         delivery = Delivery({}, {}, {}, Sent([], ""))
         # Where each goes on by itself it needs all of its memory before.
@@ -324,6 +332,7 @@ class Publisher:
         for member in done:
             register.note(member, "ACTIVE")
         self._note_switches(done, delivery.receipts)
+        check_fenced()
         register.write()  # those that are to be given it again stay SYNCING until then
         return done, delivery
 

@@ -13,7 +13,7 @@ from relax_hpc.comm.bucket import BucketPlan, Spec
 from relax_hpc.comm.orders import Receipt
 from relax_hpc.comm.world import SoloWorld
 from relax_hpc.config.rollout import WeightsConfig
-from relax_hpc.errors import EngineError
+from relax_hpc.errors import EngineError, FencedError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
 from relax_hpc.fleet.register import Register
@@ -123,6 +123,23 @@ def test_every_engine_pauses_loads_and_resumes_in_this_order(house):
     for engine in engines:
         assert engine.calls == ["pause", "v3", "resume"]
         assert engine.weight == 7
+
+
+@pytest.mark.parametrize(("calls", "held"), [(1, []), (2, ["pause", "v3", "resume"])])
+def test_a_trainer_whose_place_was_taken_changes_no_engine_and_no_roster(house, calls, held):
+    """Before engines are changed it asks, and before it says what they hold."""
+    engine, asked = house.start("rollout-0"), []
+
+    def check_fenced():
+        asked.append(engine.calls[:])
+        if len(asked) == calls:
+            raise FencedError("another trainer took over")
+
+    with pytest.raises(FencedError):
+        house.publisher().publish(3, weights(7), check_fenced=check_fenced)
+    assert engine.calls == held and asked[-1] == held
+    said = Roster.read(house.paths)
+    assert said is None if calls == 1 else said.members["rollout-0"].state == "SYNCING"
 
 
 def test_an_engine_that_starts_later_gets_the_current_version_once(house):

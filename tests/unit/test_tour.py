@@ -140,7 +140,7 @@ class FakePublisher:
     def __init__(self, policy):
         self.policy = policy
 
-    def publish(self, version, tensors, *, check):
+    def publish(self, version, tensors, *, check, check_fenced):
         ((_, weight),) = tensors
         assert version == self.policy.served[0] + 1
         assert check == (version in (10, STEPS))  # weights.checksum_every, and the last

@@ -1,6 +1,6 @@
 """Puts together what the ranks of a trainer publish with."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +27,12 @@ class Publications(Protocol):
     """Rank 0's way to the engines: `publish.Publisher`, or `leave.SnapshotPublisher`."""
 
     def publish(
-        self, version: int, tensors: Iterator[tuple[str, Tensor]], *, check: bool = False
+        self,
+        version: int,
+        tensors: Iterator[tuple[str, Tensor]],
+        *,
+        check: bool,
+        check_fenced: Callable[[], None],
     ) -> Published: ...
     def has_newcomers(self) -> bool: ...
     def ended_loads(self) -> list[Loaded]: ...

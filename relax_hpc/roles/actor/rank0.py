@@ -98,7 +98,9 @@ class Rank0:
             Whether some are left that have to be given them.
         """
         self.sequencer.check_fenced()
-        published = self._publisher.publish(version, tensors, check=self._is_checked(version))
+        published = self._publisher.publish(
+            version, tensors, check=self._is_checked(version), check_fenced=self.check_fenced
+        )
         self.sequencer.advance(step=version, policy_version=version)
         self._num_bytes = published.num_bytes
         self._note(published)

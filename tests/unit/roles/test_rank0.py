@@ -68,8 +68,9 @@ class FakePublisher:
     def __init__(self, journal, published=DONE):
         self.journal, self.published, self.newcomers = journal, published, False
 
-    def publish(self, version, tensors, *, check):
+    def publish(self, version, tensors, *, check, check_fenced):
         self.journal.note("publish", version, list(tensors), check)
+        check_fenced()
         return self.published._replace(version=version)
 
     def wait_for_loads(self):
@@ -140,6 +141,7 @@ def test_the_credit_is_granted_once_engines_have_the_weights():
     assert journal == [
         ("check_fenced",),
         ("publish", 2, ["w"], False),
+        ("check_fenced",),  # by the publisher, once it has written
         ("advance", {"step": 2, "policy_version": 2}),
     ]
 
