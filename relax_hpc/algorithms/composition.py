@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Prepare = Callable[[Sequence[Tokens], Total], list[Tokens]]
+TokenWeighing = Callable[[Tokens], "Tensor | None"]
+"""The [T] factor of each trained token in the loss; None if tokens count the same."""
+
+
+def counts_the_same(tokens: Tokens) -> None:
+    """The weights of a mean over trained tokens."""
 
 
 class Objective(NamedTuple):
@@ -30,6 +36,8 @@ class Objective(NamedTuple):
     """Whether the loss reads `old_logprobs`."""
     entropy: Entropy = NoEntropy()
     """Says the weight of the entropy in the loss."""
+    weights: TokenWeighing = counts_the_same
+    """Says what tokens weigh, for losses that a model adds to this one."""
 
 
 def objective_of(algorithm: Algorithm, columns: frozenset[str] = frozenset()) -> Objective:
@@ -45,6 +53,7 @@ def objective_of(algorithm: Algorithm, columns: frozenset[str] = frozenset()) ->
         partial(_prepared, algorithm) if needs.prepass else None,
         needs.prepass or "old" in needs.anchors,
         algorithm.entropy,
+        partial(token_weights, algorithm.aggregation),
     )
 
 

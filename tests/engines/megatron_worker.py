@@ -508,22 +508,24 @@ def hidden_logprobs(hidden, weight, targets, upstream, kept_gib=0.0, entropy_ups
     return tuple(part.detach().numpy() for part in parts)
 
 
-def balance(logits, scores, chosen, documents, trained, experts_per_token):
-    """The three losses of `engines.megatron.balance` and the gradients of two of them."""
+def balance(logits, scores, chosen, documents, trained, weights, experts_per_token):
+    """The three losses of `engines.megatron.balance`, as they weigh and as they are measured, and
+    the gradients of two of them."""
     import torch
     import torch.distributed as dist
 
     from relax_hpc.engines.megatron.attention import balance as module
 
-    of = module.Documents(torch.tensor(documents), torch.tensor(trained))
+    of = module.Documents(*map(torch.tensor, (documents, trained, weights)))
     found = []
     for make in (module.micro_batch_groups, module.document_groups):
         given = torch.tensor(scores, requires_grad=True)
         groups = make(given, torch.tensor(chosen), of, dist.group.WORLD)
         loss = module.balance_loss(groups, experts_per_token)
-        loss.backward()
-        found.append((float(loss), given.grad.tolist()))
-    return *found, float(module.z_loss(torch.tensor(logits), of, dist.group.WORLD))
+        loss.weighted.backward()
+        found.append((*map(float, loss), given.grad.tolist()))
+    z = module.z_loss(torch.tensor(logits), of, dist.group.WORLD)
+    return *found, tuple(map(float, z))
 
 
 def expert_biases():

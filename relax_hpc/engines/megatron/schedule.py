@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from relax_hpc import heartbeat
+from relax_hpc.algorithms.composition import TokenWeighing, counts_the_same
 from relax_hpc.engines.megatron import grid
 from relax_hpc.engines.megatron.attention import context_parallel
 from relax_hpc.engines.megatron.attention.balance import Documents
@@ -40,7 +41,8 @@ def backward(
 
     def forward_step(works: Iterator[Work], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
         work = next(works)
-        return _hidden(chunk, work.micro_batch, features), partial(outcome, work)
+        hidden = _hidden(chunk, work.micro_batch, features, work.objective.weights)
+        return hidden, partial(outcome, work)
 
     def outcome(work: Work, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
         # Tokens are counted by the caller: a batch may come in several portions.
@@ -103,12 +105,13 @@ def _hidden(
     chunk: Any,  # noqa: ANN401
     micro_batch: MicroBatch,
     features: Features | None,
+    weights: TokenWeighing = counts_the_same,
 ) -> Tensor:
     heartbeat.beat()
     rows = PackedRows.of(micro_batch.lengths, micro_batch.token_ids.device, grid.context_group())
     if chunk.config.num_moe_experts is not None:
         own = _routed if chunk.config.sequence_parallel else own_part
-        documents = Documents.of(micro_batch)
+        documents = Documents.of(micro_batch, weights(micro_batch))
         rows.documents = replace(documents, index=own(documents.index))
         rows.routes = None if micro_batch.routes is None else own(micro_batch.routes)
     if features is not None:

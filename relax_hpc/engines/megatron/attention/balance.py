@@ -1,9 +1,9 @@
 """Losses that keep experts equally busy.
 
 t = tokens of a micro-batch on this rank, E = experts, k = experts per token. Like all losses here
-they are sums over trained tokens: a group of tokens (a micro-batch, a document) counts as often as
-it has trained tokens, and padding is in none. So what a document adds does not depend on how many
-micro-batches there are, and one without trained tokens adds nothing.
+they are sums over trained tokens, in the same mean: a group of tokens (a micro-batch, a document)
+counts as much as its trained tokens weigh, and padding is in none. So what a document adds does not
+depend on how many micro-batches there are, and one without trained tokens adds nothing.
 """
 
 from dataclasses import dataclass
@@ -24,14 +24,26 @@ class Documents:
     """[t] int64; that of padding is the last."""
     trained: Tensor
     """[documents + 1] float32, trained tokens of each, on all ranks that share them."""
+    weights: Tensor
+    """[documents + 1] float32, sum of what those weigh in the loss."""
 
     @classmethod
-    def of(cls, micro_batch: MicroBatch) -> "Documents":
-        """Makes the documents of all tokens of the micro-batch."""
-        padding = len(micro_batch.rows)
+    def of(cls, micro_batch: MicroBatch, weights: Tensor | None = None) -> "Documents":
+        """Makes the documents of all tokens of the micro-batch.
+
+        Args:
+            weights: [T] of trained tokens in the loss; None if they count the same.
+        """
         index = micro_batch.is_first.cumsum(0) - 1
-        trained = torch.zeros(padding + 1, device=index.device)
-        return cls(index, trained.index_add_(0, index, micro_batch.loss_mask.float()))
+
+        def summed(values: Tensor) -> Tensor:
+            none = torch.zeros(len(micro_batch.rows) + 1, device=index.device)
+            return none.index_add_(0, index, values)
+
+        trained = summed(micro_batch.loss_mask.float())
+        if weights is None:
+            return cls(index, trained, trained)
+        return cls(index, trained, summed(weights.where(micro_batch.loss_mask, 0.0)))
 
     @property
     def is_real(self) -> Tensor:
@@ -48,6 +60,22 @@ class Groups(NamedTuple):
     """[groups, E] sum of the router's scores, with gradient, of this rank's tokens."""
     trained: Tensor
     """[groups] trained tokens of all ranks that share them."""
+    weights: Tensor
+    """[groups] sum of what those weigh in the loss."""
+
+
+class BalanceLoss(NamedTuple):
+    """A sum over trained tokens."""
+
+    weighted: Tensor
+    """[] this rank's part, as the tokens weigh in the loss; with gradient."""
+    measured: Tensor
+    """[] the same with each token once; without gradient."""
+
+    @classmethod
+    def of(cls, each: Tensor, weights: Tensor, trained: Tensor) -> "BalanceLoss":
+        """Weighs the losses of groups."""
+        return cls((weights * each).sum(), (trained * each.detach()).sum())
 
 
 def micro_batch_groups(
@@ -63,7 +91,8 @@ def micro_batch_groups(
     real = documents.is_real[:, None]
     counts = (chosen & real).sum(0, keepdim=True).float()
     dist.all_reduce(counts, group=sharing)
-    return Groups(counts, (scores * real).sum(0, keepdim=True), documents.trained.sum()[None])
+    mass = (scores * real).sum(0, keepdim=True)
+    return Groups(counts, mass, documents.trained.sum()[None], documents.weights.sum()[None])
 
 
 def document_groups(
@@ -73,17 +102,18 @@ def document_groups(
     none = scores.new_zeros(len(documents.trained), scores.shape[1])
     counts = none.index_add(0, documents.index, chosen.to(scores.dtype))[:-1]
     dist.all_reduce(counts, group=sharing)
-    return Groups(counts, none.index_add(0, documents.index, scores)[:-1], documents.trained[:-1])
+    mass = none.index_add(0, documents.index, scores)[:-1]
+    return Groups(counts, mass, documents.trained[:-1], documents.weights[:-1])
 
 
-def balance_loss(groups: Groups, experts_per_token: int, busy: Tensor | None = None) -> Tensor:
-    """Sum over groups of trained x E x sum over experts of (share of choices) x (mean score).
+def balance_loss(groups: Groups, experts_per_token: int, busy: Tensor | None = None) -> BalanceLoss:
+    """Sum over groups of weight x E x sum over experts of (share of choices) x (mean score).
 
     Args:
         busy: [E] choices that the shares are of, if not the groups' own.
 
     Returns:
-        [], this rank's part; 1 per trained token when all experts are equally busy.
+        1 x its weight per trained token when all experts are equally busy.
 
     Source: Switch Transformer (arXiv:2101.03961) eq. 4, with k choices per token as Megatron-core;
         `busy` over the global batch: arXiv:2501.11873.
@@ -92,11 +122,13 @@ def balance_loss(groups: Groups, experts_per_token: int, busy: Tensor | None = N
     counts = groups.counts if busy is None else busy[None]
     share = counts / counts.sum(1, keepdim=True).clamp(min=1)
     mean = groups.mass * (experts_per_token / choices)
-    return (groups.trained * groups.counts.shape[1] * (share * mean).sum(1)).sum()
+    num_experts = groups.counts.shape[1]
+    each = (share * mean).sum(1)
+    return BalanceLoss.of(each, groups.weights * num_experts, groups.trained * num_experts)
 
 
-def z_loss(logits: Tensor, documents: Documents, sharing: dist.ProcessGroup) -> Tensor:
-    """[t, E] -> [], trained tokens x mean of logsumexp^2 over all tokens but padding.
+def z_loss(logits: Tensor, documents: Documents, sharing: dist.ProcessGroup) -> BalanceLoss:
+    """[t, E] -> weight of trained tokens x mean of logsumexp^2 over all tokens but padding.
 
     Source: ST-MoE (arXiv:2202.08906) eq. 5.
     """
@@ -104,4 +136,7 @@ def z_loss(logits: Tensor, documents: Documents, sharing: dist.ProcessGroup) -> 
     tokens = real.sum().float()
     dist.all_reduce(tokens, group=sharing)
     squares = (logits.float().logsumexp(-1).square() * real).sum()
-    return documents.trained.sum() / tokens.clamp(min=1) * squares
+    tokens = tokens.clamp(min=1)
+    return BalanceLoss.of(
+        squares, documents.weights.sum() / tokens, documents.trained.sum() / tokens
+    )

@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from relax_hpc.engines.megatron.attention import balance
-from relax_hpc.engines.megatron.attention.balance import Documents
+from relax_hpc.engines.megatron.attention.balance import BalanceLoss, Documents
 from relax_hpc.engines.megatron.moe import replay
 from relax_hpc.engines.megatron.moe.replay import Replay
 from relax_hpc.errors import ConfigError
@@ -126,9 +126,11 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         so_far: Tensor = self.global_tokens_per_expert.clone()
         return so_far
 
-    def _with_loss(self, carrier: Tensor, kind: str, loss: Tensor, coefficient: float) -> Tensor:
-        self.losses[kind] = self.losses.get(kind, 0) + loss.detach()
-        carried: Tensor = MoEAuxLossAutoScaler.apply(carrier, coefficient * loss)
+    def _with_loss(
+        self, carrier: Tensor, kind: str, loss: BalanceLoss, coefficient: float
+    ) -> Tensor:
+        self.losses[kind] = self.losses.get(kind, 0) + loss.measured
+        carried: Tensor = MoEAuxLossAutoScaler.apply(carrier, coefficient * loss.weighted)
         return carried
 
     def _count(self, chosen: Tensor, documents: Documents, recorded: Replay | None) -> None:
