@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from relax_hpc.algorithms.part import Needs, Part, TokenLoss, Tokens, Total
-from relax_hpc.algorithms.ratios import log_ratio
+from relax_hpc.algorithms.ratios import LARGEST, log_ratio
 from relax_hpc.sections import Number
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ class Kl(Part):
     Sources: k1 to k3, Schulman, "Approximating KL divergence" (2020); k3 in the loss, GRPO
     (arXiv:2402.03300); rk3, DeepSeek-V3.2 (arXiv:2512.02556), where, as in slime and TRL, r is to
     the policy before the step. verl offers k1 in the loss, and cuts k3 off at 10.
+
+    abs(d) is cut off at 20; beyond, there is no gradient but that of rk3 above 20, which is 19 r.
     """
 
     name: Estimator = "rk3"
@@ -55,7 +57,9 @@ class Kl(Part):
         else:
             kl = (-gap).exp() - 1 + gap
         if self.name == "rk3":
-            kl = kl * log_ratio(logprobs, tokens, "rollout_logprobs").exp()
+            ratio = log_ratio(logprobs, tokens, "rollout_logprobs").exp()
+            # There k3 is cut off and has no gradient; r's alone would push from the reference.
+            kl = kl * ratio.detach().where(gap <= -LARGEST, ratio)
         return TokenLoss(kl, {"kl/mean": kl.detach()})
 
     def prepare(self, batches: Sequence[Tokens], total: Total) -> list[Tokens]:

@@ -9,6 +9,7 @@ from batches import Packed, alone, pack, padded, random_batch
 
 from relax_hpc.algorithms.algorithm import algorithm_of
 from relax_hpc.algorithms.composition import objective_of
+from relax_hpc.algorithms.distill import Distill
 from relax_hpc.algorithms.kl import Kl
 from relax_hpc.algorithms.segments import rest_over
 
@@ -157,6 +158,22 @@ def test_its_gradient_is_that_of_finite_differences_and_garbage_is_inert(name):
             up, down = (kl_of(name).of_tokens(end, tokens).loss.sum().item() for end in ends)
             slope = (up - down) / (2 * step)
             assert logprobs.grad[at].item() == pytest.approx(slope, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("gap", "slope"), [(-2.0, -1.0), (-19.0, -9.5), (-21.0, 0.0), (19.0, 9.5), (21.0, 9.5)]
+)
+@pytest.mark.parametrize("part", ["kl", "distill"])
+def test_however_far_the_reference_is_rk3_never_pushes_from_it(part, gap, slope):
+    """r d with r = 1/2, and where d is cut off at 20, d - 1 + exp(-d) of that, or nothing."""
+    logprobs = torch.tensor([-25.0], dtype=torch.float64, requires_grad=True)
+    one, reference = torch.zeros(1, dtype=torch.int64), logprobs.detach() - gap
+    columns = {"rollout_logprobs": logprobs.detach() + math.log(2)}
+    columns |= dict.fromkeys(("ref_logprobs", "teacher_logprobs"), reference)
+    tokens = Packed(one == 0, one, one, columns, logprobs, ())
+    term = kl_of("rk3", place="loss") if part == "kl" else Distill(name="loss")
+    term.of_tokens(logprobs, tokens).loss.sum().backward()
+    assert logprobs.grad.item() == pytest.approx(slope)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
