@@ -25,6 +25,7 @@ _HAS = (
 """A folder that happens to have the name of a package has no origin."""
 _PACKAGE = "relax-hpc"
 _LOOK_S = 60
+_MOUNTS = "--container-mounts="
 
 
 def runner(image: str) -> Runner:
@@ -61,11 +62,25 @@ def found_anywhere(resources: Resources) -> Resources:
 
 
 def srun_options(resources: Resources, run_root: Path) -> list[str]:
-    """Options of srun for an image that pyxis runs."""
+    """Options of srun for an image that pyxis runs, and those that `resources` name.
+
+    Of an option of a plugin that is repeated srun keeps the last: all mounts are in one. That of
+    the run directory comes last, where no other can hide it.
+    """
     image = resources.container
-    if image is None or runner(image) != "pyxis":
-        return []
-    return [f"--container-image={image}", f"--container-mounts={run_root}:{run_root}"]
+    by_pyxis = image is not None and runner(image) == "pyxis"
+    others = [each for each in resources.srun if not each.startswith(_MOUNTS)]
+    said = [each.removeprefix(_MOUNTS) for each in resources.srun if each.startswith(_MOUNTS)]
+    own = f"{run_root}:{run_root}"
+    mounts = dict.fromkeys(each for entry in said for each in entry.split(",") if each)
+    if by_pyxis:
+        mounts.pop(own, None)
+        mounts[own] = None
+    return [
+        *([f"--container-image={image}"] if by_pyxis else []),
+        *([_MOUNTS + ",".join(mounts)] if mounts else []),
+        *others,
+    ]
 
 
 def refuse(lack: str) -> None:

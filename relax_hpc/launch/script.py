@@ -351,7 +351,6 @@ def _srun(
         "--unbuffered",
         "--open-mode=append",
         *interpreter.srun_options(resources, job.seen_folder),
-        *resources.srun,
     ]
     own = ranks if is_part else None
     command = _entry(job, component, first_rank, own, requeues=True)

@@ -123,7 +123,6 @@ class SlurmSteps(_Steps):
             *([f"--gpus-per-node={asked.gpus_per_node}"] if asked.gpus_per_node else []),
             *("--mpi=none", "--kill-on-bad-exit=1", "--unbuffered", "--open-mode=append"),
             *interpreter.srun_options(asked, self._paths.root.parent),
-            *asked.srun,
         ]
         return self._run(extra, launcher, [], own)
 

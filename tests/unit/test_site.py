@@ -265,6 +265,34 @@ def test_an_image_of_enroot_is_run_by_srun():
         look(container="relax.sif")
 
 
+@pytest.mark.parametrize(
+    ("said", "mounts"),
+    [
+        (["--container-mounts=/a:/a"], "/a:/a,/runs:/runs"),
+        (["--container-mounts=/a:/a,/b:/c:ro", "--container-mounts=/a:/a,/d:/d"],
+         "/a:/a,/b:/c:ro,/d:/d,/runs:/runs"),
+        (["--container-mounts=/runs:/runs,/a:/a"], "/a:/a,/runs:/runs"),
+        (["--container-mounts="], "/runs:/runs"),
+    ],
+)  # fmt: skip
+def test_all_mounts_of_an_image_are_one_option_since_pyxis_keeps_the_last(said, mounts):
+    asked = Resources(container="nvcr.io/site/relax:1", srun=["--first", *said, "--last"])
+    assert interpreter.srun_options(asked, Path("/runs")) == [
+        "--container-image=nvcr.io/site/relax:1",
+        f"--container-mounts={mounts}",
+        "--first",
+        "--last",
+    ]
+    text = script.slurm_script(script.Job("r", Path("/runs/r")), [Component("actor", 1, asked)])
+    assert text.count("--container-mounts=") == 1
+
+
+def test_mounts_of_an_image_that_the_user_names_to_srun_are_the_users_alone():
+    asked = Resources(srun=["--container-image=x", "--container-mounts=/a:/a"])
+    assert {*interpreter.srun_options(asked, Path("/runs"))} == {*asked.srun}
+    assert interpreter.srun_options(Resources(container="/x.sif"), Path("/runs")) == []
+
+
 LIMITS = """\
 PartitionName=gpu AllowAccounts=ALL AllowQos=normal,long Default=YES MaxNodes=2 MaxTime=1-00:00:00
 PartitionName=any DenyAccounts=poor MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNodes=0
