@@ -2,12 +2,14 @@
 
 # Slurm exports component 0's request to the batch script, where srun takes it for a default: a
 # component without --ntasks would ask for component 0's, and --mem here, --mem-per-cpu there is
-# refused. Inherit nothing; the srun lines say everything.
+# refused. Of a job of one component it exports what deals tasks to cores and GPUs, too. Inherit
+# nothing; the srun lines say everything.
 INHERITED = (
     "SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE SLURM_MEM_PER_GPU SLURM_NTASKS SLURM_NPROCS "
-    "SLURM_NTASKS_PER_NODE SLURM_CPUS_PER_TASK SLURM_GPUS SLURM_GPUS_PER_NODE "
-    "SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU SLURM_TRES_PER_TASK SLURM_DISTRIBUTION "
-    "SLURM_EXACT SLURM_HINT SLURM_OVERLAP "
+    "SLURM_NTASKS_PER_NODE SLURM_NTASKS_PER_CORE SLURM_NTASKS_PER_GPU SLURM_NTASKS_PER_SOCKET "
+    "SLURM_CPUS_PER_TASK SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU "
+    "SLURM_TRES_PER_TASK SLURM_TRES_BIND SLURM_DISTRIBUTION SLURM_THREADS_PER_CORE "
+    "SLURM_EXACT SLURM_HINT SLURM_OVERCOMMIT SLURM_OVERLAP "
     "${!SLURM_CPU_BIND@} ${!SLURM_MEM_BIND@} ${!SLURM_GPU_BIND@}"
 )
 

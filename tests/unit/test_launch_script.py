@@ -80,6 +80,20 @@ def test_every_step_says_its_size_since_component_0s_leaks_into_srun():
     assert "unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE" in text
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["THREADS_PER_CORE", "NTASKS_PER_CORE", "NTASKS_PER_SOCKET", "NTASKS_PER_GPU", "OVERCOMMIT",
+     "TRES_BIND", "CPU_BIND_TYPE", "MEM_PER_CPU"],
+)  # fmt: skip
+def test_nothing_that_sbatch_was_asked_for_reaches_srun_as_its_default(name):
+    text = script.slurm_script(job("/runs/r"), COMPONENTS[1:])
+    [unset] = [line for line in text.splitlines() if line.startswith("unset SLURM_MEM")]
+    lines = f"{unset}\necho ${{!SLURM_@}}"
+    environment = {f"SLURM_{name}": "1", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-c", lines], env=environment, capture_output=True, text=True)
+    assert done.stdout == "SLURM_JOB_ID\n", done
+
+
 def test_components_on_one_machine_get_different_gpus():
     asked = [Component(role, 2, Resources(gpus_per_node=2)) for role in ("rollout", "actor")]
     text = script.local_script(job("/runs/r"), asked)
