@@ -48,6 +48,58 @@ def test_a_node_that_calls_itself_loopback_is_reached_as_its_launcher_reaches_it
     assert environment.get("GLOO_SOCKET_IFNAME") == interface
 
 
+TWO = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+HET = {
+    "SLURM_JOB_NUM_NODES": "1", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST": "n1",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2,4]",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environment", "named", "taken", "interface"),
+    [
+        (TWO, "127.0.1.1", "10.9.0.1", "ib0"),
+        (HET, "127.0.0.1", "10.9.0.1", "ib0"),
+        (HET, "10.8.0.1", "10.8.0.1", None),
+        (TWO | {"SLURM_JOB_NODELIST": "n[1,7]"}, "127.0.1.1", "10.8.0.1", "eth0"),  # no name
+        ({"SLURM_JOB_NUM_NODES": "2"}, "127.0.1.1", "10.8.0.1", "eth0"),
+        (TWO | {"SLURM_JOB_NODELIST": "v[1-2]"}, "127.0.1.1", "127.0.1.1", None),  # nodes are here
+        ({"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1"}, "127.0.1.1", "127.0.1.1", None),
+    ],
+)
+def test_on_the_node_that_starts_the_steps_the_way_to_the_jobs_others_counts(
+    monkeypatch, environment, named, taken, interface
+):
+    environment = environment | {
+        "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+        "SLURMD_NODENAME": environment.get("SLURM_JOB_NODELIST", "n1")[0] + "1",
+    }
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(socket, "gethostname", lambda: "n1.site")
+    known = {"n1.site": named, "n1": named, "n2": "10.9.0.2", "n4": "10.9.0.4", "v2": "127.0.0.1"}
+
+    def look_up(name):
+        if name not in known:
+            raise socket.gaierror
+        return known[name]
+
+    monkeypatch.setattr(socket, "gethostbyname", look_up)
+    ways = {"10.9.0.2": "10.9.0.1", "10.9.0.4": "10.9.0.1", "192.0.2.1": "10.8.0.1"}
+    monkeypatch.setattr(address, "_towards", ways.get)
+    interfaces = {"lo": "127.0.0.1", "eth0": "10.8.0.1", "ib0": "10.9.0.1"}
+    cards = {name: [SimpleNamespace(address=each)] for name, each in interfaces.items()}
+    monkeypatch.setattr(address.psutil, "net_if_addrs", lambda: cards)
+    assert address.node_address() == taken
+    address.settle_gloo()
+    assert environment.get("GLOO_SOCKET_IFNAME") == interface
+
+
+def test_the_ends_of_a_list_of_nodes_are_read_as_slurm_writes_them():
+    assert [*address.some_nodes("n[01-03,7],m,rack[1-2]n[5,8]-ib,login2")] == [
+        "n01", "n7", "m", "m", "rack1n5-ib", "rack2n8-ib", "login2", "login2",
+    ]  # fmt: skip
+
+
 def tensors():
     return [
         ("a", torch.arange(3, dtype=torch.bfloat16)),
