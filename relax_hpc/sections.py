@@ -5,7 +5,15 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 FLOAT32 = 3.4e38
@@ -60,6 +68,12 @@ def _as_slurm_writes(value: Any) -> Any:  # noqa: ANN401
     return str(value) if is_number else value
 
 
+def _one_line(text: str) -> str:
+    if re.search(r"[\x00-\x1f\x7f-\x9f]", text):  # it would end its line of the script
+        raise ValueError("has a line break or another control character; remove it")
+    return text
+
+
 def _counted(value: Any) -> Any:  # noqa: ANN401
     if isinstance(value, str):  # one that names a type was taken apart before
         raise ValueError('is no number of GPUs; use 4 or "h100:4"')
@@ -70,7 +84,9 @@ def _mpi(value: Any) -> Any:  # noqa: ANN401
     return None if value in ("", "none") else value
 
 
-Spelled = Annotated[str, BeforeValidator(_as_slurm_writes, json_schema_input_type=str | int)]
+Line = Annotated[str, AfterValidator(_one_line)]
+"""Text for Slurm, in a line of its script."""
+Spelled = Annotated[Line, BeforeValidator(_as_slurm_writes, json_schema_input_type=str | int)]
 """Text as Slurm writes it, or a bare number."""
 GpuCount = Annotated[
     NonNegative, BeforeValidator(_counted), WithJsonSchema({"type": ["integer", "string"]})
@@ -100,17 +116,17 @@ class Section(BaseModel):
 class Request(Section):
     """A part of what is asked of Slurm that components may have in common."""
 
-    partition: str | None = None
+    partition: Line | None = None
     """`sbatch --partition`; `check` looks whether the cluster has it."""
-    account: str | None = None
+    account: Line | None = None
     """`sbatch --account`: whom the hours are charged to."""
-    qos: str | None = None
+    qos: Line | None = None
     """`sbatch --qos`."""
-    reservation: str | None = None
+    reservation: Line | None = None
     """`sbatch --reservation`."""
-    constraint: str | None = None
+    constraint: Line | None = None
     """`sbatch --constraint`: features that its nodes must have."""
-    exclude: str | None = None
+    exclude: Line | None = None
     """`sbatch --exclude`: nodes that it must not get, "n[3-4],n7"."""
     time: Spelled | None = None
     """Slurm time limit: minutes, "2-00:00:00" or "UNLIMITED", which 0 is, too; the rollout
@@ -118,7 +134,7 @@ class Request(Section):
     gpus_per_node: GpuCount = 0
     """GPUs of each node, shared by the component's tasks there: 4, or "h100:4" with their type; 0
     computes on CPUs."""
-    gpu_type: str | None = None
+    gpu_type: Line | None = None
     """Type of these GPUs, as `sinfo -o %G` names it; unset takes any. It asks for none: say
     `gpus_per_node` as well, in a profile at least."""
     cpus_per_task: Positive | None = None
@@ -126,7 +142,7 @@ class Request(Section):
     mem: Spelled | None = None
     """Memory per node, as Slurm writes it: "64G", or megabytes. Give every component one or
     none."""
-    mpi: Annotated[str | None, BeforeValidator(_mpi)] = None
+    mpi: Annotated[Line | None, BeforeValidator(_mpi)] = None
     """`srun --mpi`: pmix for Open MPI, pmi2 for MPICH; unset takes the profile's, then "none"."""
     python: str | None = None
     """Interpreter of the tasks, which has this version of relax-hpc; unset is the one that submits,
@@ -187,11 +203,11 @@ class Resources(Request):
 class WholeJob(Section):
     """A part of what is asked of Slurm that is of the job, not of a component."""
 
-    comment: str | None = None
+    comment: Line | None = None
     """`sbatch --comment`, of the whole job."""
-    mail: str | None = None
+    mail: Line | None = None
     """Address that Slurm writes to when the job begins, ends, fails or is requeued."""
-    dependency: str | None = None
+    dependency: Line | None = None
     """`sbatch --dependency` of a job that is submitted, e.g. "afterok:1234"; not of one that is
     resumed."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from relax_hpc.config.run import JobConfig
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, shown
 from relax_hpc.launch import interpreter, profiles
 from relax_hpc.roles import table
 from relax_hpc.roles.role import Place, Role, Side
@@ -163,6 +163,12 @@ def _with_variables(resources: Resources) -> Resources:
         for field, variable in _VARIABLES.items()
         if getattr(resources, field) is None and (value := os.environ.get(variable))
     }
+    for name, value in unsaid.items():
+        if not value.isprintable():
+            raise ConfigError(
+                f"${_VARIABLES[name]} = {shown(value)}: has a line break or another control "
+                "character; remove it"
+            )
     return resources.model_copy(update=unsaid)
 
 
@@ -243,8 +249,11 @@ def _check_entry(said: str, entry: str, own: Mapping[str, str]) -> None:
         raise ConfigError(
             f'{said}: is no option; write each in one entry that begins with it: "--option=value"'
         )
-    if re.search(r"[\n\r]", entry):
-        raise ConfigError(f"{said}: has more than one line; write one option in each entry")
+    if re.search(r"[\x00-\x08\n-\x1f\x7f]", entry):
+        raise ConfigError(
+            f"{said}: has more than one line, or a control character; write one option in each "
+            "entry"
+        )
     if _ASKS_FOR_GPUS.match(entry):
         raise ConfigError(f"{said}: GPUs are set by {own['gpus-per-node']}; remove it here")
     name, _, value = entry.partition("=")

@@ -310,12 +310,13 @@ def _directives(job: Job, index: int, component: Component, before: Set[str]) ->
 
 
 def _quoted(option: str) -> str:
-    """An option of sbatch as a line of a script has it, where white space and # would end it.
+    """An option of sbatch as a line of a script has it, where white space and # would end it, and
+    quotes and backslashes would go.
 
     A value in quotes is left as it is, and so is one that is a word of its own ("-p main").
     """
-    name, equals, value = option.partition("=")
-    if not equals or re.search(r"\s", name) or not re.search(r"[\s#]", value) or value[0] in "'\"":
+    name, _, value = option.partition("=")
+    if re.search(r"\s", name) or not re.search(r"""[\s#'"\\]""", value) or value[0] in "'\"":
         return option
     escaped = re.sub(r'(["\\])', r"\\\1", value)
     return f'{name}="{escaped}"'

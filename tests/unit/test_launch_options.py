@@ -50,6 +50,7 @@ KEY = "actor.resources"
         ({"sbatch": ["--mail-type=END --mail-user=me"]}, "has several options; write each in an"),
         ({"srun": ["--cpu-bind=none --exact"]}, "has several options; write each in an entry of"),
         ({"sbatch": ["--hold\n#SBATCH --nodes=2"]}, "has more than one line"),
+        ({"sbatch": ["--comment=\x1b[2J"]}, "has more than one line, or a control character"),
     ],
 )  # fmt: skip
 def test_what_is_no_option_or_one_that_the_script_says_is_refused(asked, said):
@@ -146,6 +147,12 @@ def test_variables_of_sbatch_are_defaults_of_keys_that_nobody_sets(monkeypatch, 
     asked = [each.resources for each in place(job)]
     assert [each.partition for each in asked] == ["left", "right"]
     assert [(each.account, each.time, each.qos) for each in asked] == [("site", "5", None)] * 2
+
+
+def test_a_variable_of_sbatch_does_not_end_its_line_of_the_script(monkeypatch):
+    monkeypatch.setenv("SBATCH_ACCOUNT", "a\n#SBATCH --nodes=9")
+    with pytest.raises(ConfigError, match=r"\$SBATCH_ACCOUNT = 'a\\n.*': has a line break or ano"):
+        place(config())
 
 
 FOREIGN = {
