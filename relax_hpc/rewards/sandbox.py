@@ -179,10 +179,30 @@ def _isolated(limits: Limits) -> _Place:
     command += ["--proc", "/proc", "--dev", "/dev"]
     command += ["--size", str(limits.disk_bytes), "--tmpfs", "/tmp", *_system()]
     if not prefix.is_relative_to("/usr"):
-        command += ["--ro-bind", str(prefix), str(prefix)]
+        for each in _parts(prefix):
+            command += ["--ro-bind", str(each), str(each)]
     command += ["--ro-bind", str(_STAGE), stage, "--remount-ro", "/proc"]
     command += ["--remount-ro", "/dev", "--remount-ro", "/"]
     return _Place([*command, "--chdir", "/tmp", *_python(), stage], "/tmp", 1)
+
+
+def _shows_home(folder: Path) -> bool:
+    try:
+        home = Path.home().resolve()
+    except RuntimeError:  # of a user that the system does not know
+        return False
+    return home.is_relative_to(folder) or folder == home / ".local"
+
+
+def _parts(prefix: Path) -> list[Path]:
+    """Returns what of the folder that Python is installed in its interpreter needs: all of it,
+    unless that shows a home."""
+    if not _shows_home(prefix):
+        return [prefix]
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    found = [path for lib in ("lib", "lib64") for path in prefix.glob(f"{lib}/libpython*")]
+    found += [path for lib in ("lib", "lib64") if (path := prefix / lib / name).is_dir()]
+    return [Path(_python()[0]), *found]
 
 
 def _system() -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -134,6 +135,33 @@ def test_files_of_the_host_are_out_of_reach(tmp_path):
     assert printed("import os\nprint(*sorted(os.environ))") == [
         "HOME", "LANG", "PATH", "PWD", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED", "TMPDIR",
     ]  # fmt: skip
+
+
+@isolated
+@pytest.mark.parametrize("place", [".", ".local", ".."])
+def test_of_a_python_that_is_installed_in_a_home_no_more_is_seen_than_it_needs(
+    tmp_path, monkeypatch, place
+):
+    home = tmp_path / "homes" / "me"
+    prefix = home / place
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    (prefix / "bin").mkdir(parents=True)
+    (prefix / "lib").mkdir()
+    real = Path(sys.base_prefix).resolve()
+    program = prefix / "bin" / version
+    shutil.copy(Path(sys._base_executable).resolve(), program)
+    (prefix / "lib" / version).symlink_to(real / "lib" / version)
+    for library in real.glob("lib/libpython*"):
+        (prefix / "lib" / library.name).symlink_to(library)
+    secrets = [prefix / "secret", prefix / "bin" / "secret", prefix / "lib" / "secret"]
+    for each in secrets:
+        each.touch()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(sys, "base_prefix", str(prefix))
+    there = f"import os, sys\nprint(sys.prefix, *map(os.path.exists, {[*map(str, secrets)]}))"
+    assert printed(there) == [str(prefix.resolve()), "False", "False", "False"]
+    monkeypatch.setattr(sys, "base_prefix", str(home / "python"))  # a folder of its own
+    assert str(home / "python") in sandbox._isolated(SMALL).command
 
 
 @isolated
