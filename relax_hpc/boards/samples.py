@@ -10,13 +10,13 @@ from typing import Any
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.errors import RelaxError
 from relax_hpc.paths import RunPaths
+from relax_hpc.printable import printable
 from relax_hpc.telemetry.events import Event
 from relax_hpc.telemetry.tensorboard import Text
 from relax_hpc.viewer.asked import Asked
 from relax_hpc.viewer.groups import Row
 from relax_hpc.viewer.run import Sight
 from relax_hpc.viewer.terminal import facts
-from relax_hpc.viewer.words import printable
 
 log = logging.getLogger(__name__)
 

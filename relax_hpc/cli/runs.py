@@ -85,8 +85,10 @@ def logs(
 ) -> None:
     """Print the logs of a run in order of time, each line with the task it comes from.
 
-    A terminal shows a step in one line; elsewhere lines are as they were written.
+    A terminal shows a step in one line; elsewhere lines are as they were written. What would
+    act on a terminal, as colours do, is shown by a picture of it.
     """
+    from relax_hpc.printable import printable
     from relax_hpc.runs import log_text
     from relax_hpc.runs import logs as run_logs
     from relax_hpc.runs.watching import Watch
@@ -102,7 +104,7 @@ def logs(
     with going_on(run):
         for line in lines if everything else ours(lines):
             raw = f"{line.source}: {line.text}"
-            typer.echo(raw if width is None else log_text.short(line, width))
+            typer.echo(printable(raw if width is None else log_text.short(line, width)))
     if ours.left_out:
         typer.echo(f"left out: warnings of libraries, {ours.left_out}; --all shows them", err=True)
 

@@ -86,6 +86,7 @@ def scale_list(run: Run, as_json: AsJson = False) -> None:
 
 
 def _tell(run_dir: Path, asked: "Asked", *, wait: bool) -> None:
+    from relax_hpc.printable import printable
     from relax_hpc.scale import requests as scaling
 
     if asked.request is None:
@@ -96,6 +97,7 @@ def _tell(run_dir: Path, asked: "Asked", *, wait: bool) -> None:
         typer.echo(f"next: relax-hpc scale list {run_dir}")
         return
     outcome = scaling.wait(run_dir, asked.request).outcome
-    typer.echo(f"{asked.request}: {outcome.state.lower()}{outcome.reason and ': '}{outcome.reason}")
+    said = f"{asked.request}: {outcome.state.lower()}{outcome.reason and ': '}{outcome.reason}"
+    typer.echo(printable(said))
     if outcome.state != "DONE":
         raise typer.Exit(1)

@@ -10,6 +10,7 @@ from relax_hpc import errors
 from relax_hpc.hangs.doing import Doing
 from relax_hpc.launch import pending, states
 from relax_hpc.paths import RunPaths
+from relax_hpc.printable import printable
 from relax_hpc.runs import engine_rows, logs
 from relax_hpc.runs.quiet import Quiet
 from relax_hpc.runs.status import RunStatus
@@ -37,7 +38,7 @@ def progress(run_dir: Path) -> Iterator[str]:
         for line in found.read(to_the_end=over):
             told = _SHOWN.search(line.text)
             said.append(line.text if line.source == "job" else told[1] if told else "")
-        said = [line for line in said if line]
+        said = [printable(line) for line in said if line]
         yield from said
         if over:
             return
@@ -68,7 +69,8 @@ def text(run: RunStatus) -> str:
         f"  job {job_id} of an earlier start of this run: {state.lower()}"
         for job_id, state in run.earlier.items()
     ]
-    return "\n".join([*lines, *_achievements(run, RunPaths(run.run_dir))])
+    # Last errors, and what rewards and engines say, are text of others.
+    return printable("\n".join([*lines, *_achievements(run, RunPaths(run.run_dir))]))
 
 
 def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:

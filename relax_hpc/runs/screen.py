@@ -17,6 +17,7 @@ from rich.text import Text
 
 from relax_hpc.launch import pending, states
 from relax_hpc.paths import RunPaths
+from relax_hpc.printable import printable
 from relax_hpc.runs import engine_rows, status
 from relax_hpc.runs.status import RunStatus
 from relax_hpc.runs.watching import Watch
@@ -81,7 +82,12 @@ def _head(run: RunStatus) -> RenderableType:
         f"step {steps}/{total}", ProgressBar(total=total, completed=steps), left and f"{left} to go"
     )
     lines = [" · ".join(each) for each in (_results(done), _facts(run)) if each]
-    return Panel(Group(bar, *map(Text, lines)), title=title, title_align="left", box=box.ROUNDED)
+    return Panel(
+        Group(bar, *(Text(printable(line)) for line in lines)),
+        title=title,
+        title_align="left",
+        box=box.ROUNDED,
+    )
 
 
 def _results(done: dict[str, Any]) -> list[str]:

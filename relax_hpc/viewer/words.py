@@ -1,10 +1,10 @@
 """Tokens to pieces of text, one for each token where that can be."""
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from relax_hpc.printable import printable
 from relax_hpc.viewer.stretches import Stretch
 
 Decode = Callable[[Sequence[int]], str]
@@ -13,10 +13,6 @@ UNFINISHED = "\ufffd"
 """Stands for bytes that are no character, or not yet."""
 MOST_TOKENS_OF_A_CHARACTER = 4
 """Bytes of a character in UTF-8."""
-_UNPRINTABLE = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
-)
-"""Controls, which would act on a terminal, and those that turn the direction of the text."""
 
 
 class Piece(NamedTuple):
@@ -72,14 +68,4 @@ class Words:
         return self._known[token]
 
 
-def printable(text: str) -> str:
-    """The text with a picture in place of what would not be seen, but act."""
-    return _UNPRINTABLE.sub(_picture, text)
-
-
 _shown = lru_cache(1 << 16)(printable)
-
-
-def _picture(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    return chr(0x2400 + code) if code < 0x20 else UNFINISHED

@@ -359,6 +359,18 @@ def test_logs_are_in_order_of_time_without_the_warnings_of_libraries(run, row):
     assert len(everything.stdout.splitlines()) == len(answer.stdout.splitlines()) + 4
 
 
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m said\tthis \u202eback"
+
+
+@pytest.mark.parametrize("options", [(), ("--all",), ("-n", 1)])
+def test_what_a_model_or_an_agent_has_printed_does_not_act_on_the_terminal(run, options):
+    write_logs(run.run_dir)
+    path = run.run_dir / "submission" / "actor" / "7_0_log.err"
+    path.write_text(logged(30, "actor-0", HOSTILE))
+    last = cli("logs", "run", *options).stdout.splitlines()[-1]
+    assert last.endswith(": ␛]0;owned␇␛[2J\ufffd31m said\tthis \ufffdback")
+
+
 @row("logs: grouped per task, not by time; no --tail, no -f; FutureWarnings")
 def test_the_last_lines_of_all_logs_can_be_had_alone_and_others_as_they_come(run, row, monkeypatch):
     write_logs(run.run_dir)

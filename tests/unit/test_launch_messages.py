@@ -139,6 +139,14 @@ def test_where_the_job_or_a_program_is_to_be_corrected_another_run_is_advised(ru
     assert (another in said) == final
 
 
+def test_the_last_error_of_a_run_does_not_act_on_the_terminal(run):
+    fail(run, actor=["ValueError: \x1b]0;owned\x07\x1b[2J\x9b31m\u202e"])
+    for command in ("status", "watch"):
+        said = cli(command, run.run_dir).output
+        assert "␛]0;owned␇␛[2J" in said.replace("\n", "")
+        assert not {*said} & {*"\x1b\x07\x9b\u202e"}
+
+
 def test_an_error_that_only_a_log_has_is_known_by_its_class_too(run):
     fail(run)
     path = run.run_dir / "submission" / "actor" / "7_0_log.err"
