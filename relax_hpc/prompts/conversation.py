@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 _REPLY = "b1d5f0c49ae34c53"
 """Stands for a reply whose tokens are known, while a template renders what is around it."""
+_OPENS = "<think>"
+_LONGEST_OPENING = 16
+"""Tokens, at most, of `<think>` and the white space behind it, where every character is one."""
 
 
 class Conversation:
@@ -40,6 +43,19 @@ class Conversation:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def opens_thought(self, token_ids: Sequence[int]) -> bool:
+        """Whether a response to these tokens begins inside a thought.
+
+        The last tag of the assistant's prefix decides; where it has none, whether the template ends
+        with `<think>`. What messages say of the tags, further up, opens no thought.
+        """
+        opened, ended = self._prefix.rfind(_OPENS), self._prefix.rfind("</think>")
+        if opened != ended:
+            return opened > ended
+        size = _LONGEST_OPENING + len(self._prefix.encode())
+        end = str(self._tokenizer.decode(token_ids[-size:], skip_special_tokens=False))
+        return end.removesuffix(self._prefix).rstrip().endswith(_OPENS)
 
     def stop(self, texts: Sequence[str]) -> StopTexts | None:
         """Returns what tells the end of a response that holds one of the texts; None of none."""

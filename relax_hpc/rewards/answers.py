@@ -19,15 +19,19 @@ _WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _PLAIN = _WIDE | {0x3000: 0x20, 0xA0: 0x20, 0x2212: 0x2D}
 
 
-def final_text(response: str) -> str:
+def final_text(response: str, in_thought: bool = False) -> str:
     """Returns what follows the last `</think>`; all of it where nobody thinks aloud.
 
     A thought that is opened and never closed has nothing after it.
+
+    Args:
+        response: text.
+        in_thought: the text before it opened a thought; see `contract.Sample`.
     """
     _, closed, rest = response.rpartition("</think>")
     if "<think>" in rest:
         return "" if not closed else rest[: rest.index("<think>")]
-    return rest
+    return "" if in_thought and not closed else rest
 
 
 def last_box(text: str) -> str | None:

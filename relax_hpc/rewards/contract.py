@@ -34,6 +34,8 @@ class Sample:
     source: str = ""
     """Name of the data set that the prompt is from, of several; of a held-out set its name, where
     the row says no other."""
+    in_thought: bool = False
+    """Whether the text before the response opened a thought, so that it begins inside of it."""
 
 
 @dataclass(frozen=True, slots=True)

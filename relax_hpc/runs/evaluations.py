@@ -101,13 +101,13 @@ def to_json(evaluations: Sequence[Evaluation]) -> str:
     return json.dumps(said["evaluations"], indent=2, allow_nan=False)
 
 
-def final_answer(response: str) -> str | None:
+def final_answer(response: str, *, in_thought: bool = False) -> str | None:
     """Returns the answer that a response votes for; None if it has none.
 
     It stands in the last box after the thought, or else behind the last `Answer:`. Numbers are one
     answer however they are written.
     """
-    final = final_text(response)
+    final = final_text(response, in_thought)
     found = last_box(final)
     found = last_line(final) if found is None else found
     if found is None:
@@ -182,9 +182,13 @@ def _sample(row: dict[str, Any]) -> Sample:
         prompt=int(row["prompt"]),
         score=float(row["score"]),
         is_truncated=row["finish"] == "length",
-        answer=final_answer(row["texts"][-1]) if row["texts"] else None,
+        answer=_answer(row["texts"], in_thought=bool(row.get("in_thought", False))),
         source=row.get("source", ""),
     )
+
+
+def _answer(texts: Sequence[str], *, in_thought: bool) -> str | None:
+    return final_answer(texts[-1], in_thought=in_thought) if texts else None
 
 
 def _titles(ks: Sequence[int]) -> list[str]:

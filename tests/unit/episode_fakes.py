@@ -27,6 +27,9 @@ class Numbers:
     def decode(self, token_ids):
         return " ".join(map(str, token_ids))
 
+    def opens_thought(self, token_ids):
+        return False
+
     def stop(self, texts):
         return StopTexts(self.decode, texts) if texts else None
 

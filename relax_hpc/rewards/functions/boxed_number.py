@@ -9,14 +9,14 @@ NUMBER = re.compile(r"[+-]?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?", re.ASCII)
 REMEDY = "write a plain number, like 75, -0.5 or 1,000"
 
 
-def score(response: str, answer: str) -> float:
+def score(response: str, answer: str, *, in_thought: bool = False) -> float:
     r"""Whether the last complete \boxed{...} of `response` holds the number `answer`.
 
     Only the last one counts, so that listing guesses does not pay. Numbers are compared as
     numbers: 75, 75.0 and 1,000 for 1000 are right. A box around anything else, another box
     included, holds none.
     """
-    box = last_box(final_text(response))
+    box = last_box(final_text(response, in_thought))
     if box is None:
         return 0.0
     given, wanted = _number(box), _number(answer)

@@ -23,6 +23,7 @@ def score(
     answer: str,
     metadata: Mapping[str, Any],
     *,
+    in_thought: bool = False,
     tests: str = "tests",
     all_or_nothing: bool = True,
     deadline_s: Amount = 4.0,
@@ -38,6 +39,7 @@ def score(
         answer: the tests, where the metadata has none.
         metadata: has the tests, in one of the forms of `unit_tests.tests_in`, and `entry_point`, if
             they define a function `check` that is to be called with it.
+        in_thought: the prompt opened a thought.
         tests: key of the metadata.
         all_or_nothing: 1 only if all pass, and none is run after one that fails; else the fraction
             that does.
@@ -59,7 +61,7 @@ def score(
             "name the key of the tests: reward.args.tests"
         )
     wanted = tests_in(given, entry_point)
-    program = last_block(final_text(response))
+    program = last_block(final_text(response, in_thought))
     if program is None:
         return 0.0
     limits = Limits(deadline_s, int(memory_mib * 2**20), int(disk_mib * 2**20))

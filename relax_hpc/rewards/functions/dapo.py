@@ -9,15 +9,16 @@ from relax_hpc.rewards.equality import equal, tidy
 REMEDY = "write what is to follow `Answer:`, like 75"
 
 
-def score(response: str, answer: str, *, wrong: float = -1.0) -> float:
+def score(response: str, answer: str, *, in_thought: bool = False, wrong: float = -1.0) -> float:
     """Returns 1 if the last line `Answer: ...` equals `answer`, or the last box if there is none.
 
     Args:
         response: text; what counts is after the last `</think>`.
         answer: in the data.
+        in_thought: the prompt opened a thought.
         wrong: reward of anything else.
     """
-    return 1.0 if equal(line_or_box(final_text(response)) or "", answer) else wrong
+    return 1.0 if equal(line_or_box(final_text(response, in_thought)) or "", answer) else wrong
 
 
 def lowest(wrong: float) -> float:

@@ -10,11 +10,12 @@ REMEDY = r"write what is to be in the box, like 75 or \frac{1}{2}"
 _RESPONSE = "###Response"
 
 
-def score(response: str, answer: str) -> float:
+def score(response: str, answer: str, *, in_thought: bool = False) -> float:
     """Whether the last box after the thought equals `answer`, which may be in a box, too."""
     if "</think>" not in response and _RESPONSE not in response:
         return 0.0
-    final = final_text(response).rpartition(_RESPONSE)[2]
+    in_thought = in_thought and _RESPONSE not in response
+    final = final_text(response, in_thought).rpartition(_RESPONSE)[2]
     return float(equal(last_box(final) or "", answer))
 
 

@@ -5,15 +5,18 @@ from relax_hpc.rewards.answers import final_text, marked, plain
 REMEDY = "write a text"
 
 
-def score(response: str, answer: str, *, ignore_case: bool = False) -> float:
+def score(
+    response: str, answer: str, *, in_thought: bool = False, ignore_case: bool = False
+) -> float:
     r"""Whether the response says `answer`; white space counts as one space.
 
     Args:
         response: text; what counts is `<answer>`, what follows `Answer:` or \boxed{}, or else all.
         answer: in the data.
+        in_thought: the prompt opened a thought.
         ignore_case: capital letters are as good as small ones.
     """
-    final = final_text(response)
+    final = final_text(response, in_thought)
     given = marked(final)
     texts = [_squeezed(each) for each in (final if given is None else given, answer)]
     if ignore_case:

@@ -12,13 +12,13 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _CLOSED = ({"yes"}, {"no"}, {"noanswer"})
 
 
-def score(response: str, answer: str) -> float:
+def score(response: str, answer: str, *, in_thought: bool = False) -> float:
     r"""Harmonic mean of precision and recall of words: no articles, punctuation or capitals.
 
     What counts is `<answer>`, what follows `Answer:` or \boxed{}, or else all. To yes, no and
     noanswer only the same is right (HotpotQA, arXiv:1809.09600).
     """
-    final = final_text(response)
+    final = final_text(response, in_thought)
     said = marked(final)
     given, wanted = _words(final if said is None else said), _words(answer)
     if given.keys() != wanted.keys() and (given.keys() in _CLOSED or wanted.keys() in _CLOSED):

@@ -1,14 +1,15 @@
 """1 for `<think>...</think><answer>...</answer>` and nothing else, else 0."""
 
 
-def score(response: str, *, opened: bool = False) -> float:
+def score(response: str, *, in_thought: bool = False, opened: bool = False) -> float:
     """Whether thought and answer are there, once each, in this order, and neither is empty.
 
     Args:
         response: text.
-        opened: the prompt ends with `<think>`, so the response begins with the thought.
+        in_thought: the prompt opened a thought, with which the response begins.
+        opened: it did, though its last characters do not tell.
     """
-    text = f"<think>{response}" if opened else response
+    text = f"<think>{response}" if opened or in_thought else response
     outside, inside = list[str](), list[str]()
     for tag in ("think", "answer"):
         if text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1:

@@ -8,16 +8,25 @@ from relax_hpc.rewards.equality import equal, tidy
 REMEDY = r"write what is to be in the box, like 75 or \frac{1}{2}"
 
 
-def score(response: str, answer: str, *, format_weight: float = 0.1, opened: bool = False) -> Score:
+def score(
+    response: str,
+    answer: str,
+    *,
+    in_thought: bool = False,
+    format_weight: float = 0.1,
+    opened: bool = False,
+) -> Score:
     r"""Returns 0.9 if the last box equals `answer`, and 0.1 for `<think>...</think> \boxed{...}`.
 
     Args:
         response: text.
         answer: in the data.
+        in_thought: the prompt opened a thought.
         format_weight: of the form; what is left to 1 is that of the answer.
-        opened: the prompt ends with `<think>`.
+        opened: the prompt opened a thought, though its last characters do not tell.
     """
-    box = last_box(final_text(response))
+    opened = opened or in_thought
+    box = last_box(final_text(response, opened))
     begins = opened or response.lstrip().startswith("<think>")
     is_formed = begins and "</think>" in response and box is not None
     parts = {

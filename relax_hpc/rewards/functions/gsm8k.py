@@ -10,15 +10,18 @@ REMEDY = "write a number, or a solution that ends with `#### 72`"
 _NUMBER = re.compile(r"[+-]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", re.ASCII)
 
 
-def score(response: str, answer: str, *, last_number: bool = False) -> float:
+def score(
+    response: str, answer: str, *, in_thought: bool = False, last_number: bool = False
+) -> float:
     """Whether the number that a response ends on is that of `answer`.
 
     Args:
         response: text; what counts is after the last `</think>`.
         answer: a number, or a solution that ends with one after `####`.
+        in_thought: the prompt opened a thought.
         last_number: a response that marks no number gives the last one in the text.
     """
-    given = _marked(final_text(response), last_number)
+    given = _marked(final_text(response, in_thought), last_number)
     return float(given is not None and given == _wanted(answer))
 
 

@@ -20,6 +20,7 @@ def score(
     metadata: Mapping[str, Any],
     prompt: str | Sequence[Mapping[str, Any]],
     *,
+    in_thought: bool = False,
     level: Literal["prompt", "instruction"] = "prompt",
     registry: str = REGISTRY,
 ) -> float:
@@ -29,13 +30,17 @@ def score(
         response: to be scored.
         metadata: `instruction_id_list` and, as long, `kwargs`, as in the public data set.
         prompt: asked for by some instructions.
+        in_thought: the prompt opened a thought.
         level: "prompt", 1 only if all are followed; "instruction", the fraction that is.
         registry: module of the package that has INSTRUCTION_DICT.
 
     Raises:
         ValueError: the metadata has none, or one that the package does not know.
     """
-    rules, text = importlib.import_module(registry).INSTRUCTION_DICT, final_text(response)
+    rules, text = (
+        importlib.import_module(registry).INSTRUCTION_DICT,
+        final_text(response, in_thought),
+    )
     followed = []
     for kind, arguments in instructions_of(metadata):
         if kind not in rules:

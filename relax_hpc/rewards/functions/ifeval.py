@@ -15,6 +15,7 @@ def score(
     response: str,
     metadata: Mapping[str, Any],
     *,
+    in_thought: bool = False,
     level: Literal["prompt", "instruction"] = "prompt",
 ) -> float:
     """Verifies the instructions of a prompt.
@@ -22,12 +23,15 @@ def score(
     Args:
         response: to be scored.
         metadata: `instruction_id_list` and, as long, `kwargs`, as in the public data set.
+        in_thought: the prompt opened a thought.
         level: "prompt", 1 only if all are followed; "instruction", the fraction that is.
 
     Raises:
         ValueError: the metadata has none, or one that there is no rule for.
     """
-    followed = [follows(final_text(response), *each) for each in instructions_of(metadata)]
+    followed = [
+        follows(final_text(response, in_thought), *each) for each in instructions_of(metadata)
+    ]
     return float(all(followed)) if level == "prompt" else sum(followed) / len(followed)
 
 

@@ -15,7 +15,7 @@ _BARE = re.compile(rf"{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}", re.ASCII)
 Box = tuple[float, ...]
 
 
-def score(response: str, answer: str, *, threshold: float = 0.0) -> float:
+def score(response: str, answer: str, *, in_thought: bool = False, threshold: float = 0.0) -> float:
     r"""Mean overlap of the boxes of response and answer, in pairs.
 
     Pairs are made by overlap, the greatest first; a box without partner counts 0.
@@ -24,9 +24,10 @@ def score(response: str, answer: str, *, threshold: float = 0.0) -> float:
         response: text; what counts is `<answer>`, what follows `Answer:` or \boxed{}, or else the
             last box.
         answer: one box or several, in the same units.
+        in_thought: the prompt opened a thought.
         threshold: 1 from that mean on, else 0; 0: the mean itself.
     """
-    final = final_text(response)
+    final = final_text(response, in_thought)
     said = marked(final)
     given = _boxes(final)[-1:] if said is None else _boxes(said)
     mean = _overlap(given, _boxes(answer))

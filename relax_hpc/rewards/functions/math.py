@@ -6,9 +6,9 @@ from relax_hpc.rewards.equality import equal, tidy
 REMEDY = r"write what is to be in the box, like 75 or \frac{1}{2}"
 
 
-def score(response: str, answer: str) -> float:
+def score(response: str, answer: str, *, in_thought: bool = False) -> float:
     r"""Whether the last \boxed{...} after the last `</think>` equals `answer`."""
-    return float(equal(last_box(final_text(response)) or "", answer))
+    return float(equal(last_box(final_text(response, in_thought)) or "", answer))
 
 
 def can_match(answer: str) -> bool:

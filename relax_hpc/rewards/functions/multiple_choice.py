@@ -17,12 +17,14 @@ _MOST_CHARACTERS = 2000
 _FURTHER = re.compile(r"\b[A-Z]\)|(?:\b(?:or|and)\b|[,/;&]) *\(?[A-Z]\b")
 
 
-def score(response: str, answer: str, metadata: Mapping[str, Any]) -> float:
+def score(
+    response: str, answer: str, metadata: Mapping[str, Any], *, in_thought: bool = False
+) -> float:
     """Whether the response chooses as `answer` does.
 
     Choices may be told by their text where the line of the data has them, in order, as `choices`.
     """
-    given = marked(final_text(response))
+    given = marked(final_text(response, in_thought))
     wanted = _letter(answer)
     if given is None or wanted is None:
         return 0.0

@@ -7,14 +7,14 @@ REMEDY = "write what is to be in the tag, like 75 or <answer>75</answer>"
 _ONCE = ("</think>", "<answer>", "</answer>")
 
 
-def score(response: str, answer: str) -> float:
+def score(response: str, answer: str, *, in_thought: bool = False) -> float:
     """Whether the tag `<answer>`, or the last box where there is none, equals `answer`.
 
     0 where the thought or the answer is closed twice. `answer` may be in a tag, too.
     """
     if any(response.count(tag) > 1 for tag in _ONCE):
         return 0.0
-    return float(equal(_said(final_text(response)), _wanted(answer)))
+    return float(equal(_said(final_text(response, in_thought)), _wanted(answer)))
 
 
 def can_match(answer: str) -> bool:

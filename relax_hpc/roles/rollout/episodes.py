@@ -224,6 +224,11 @@ class Episodes:
         """Returns what the policy said in each call."""
         return [self._conversation.decode(call.draft.token_ids) for call in episode.record.calls]
 
+    def is_in_thought(self, episode: Episode) -> bool:
+        """Whether what was said last began inside a thought."""
+        calls = episode.record.calls[-1:]
+        return any(self._conversation.opens_thought(call.given) for call in calls)
+
     def _sample(self, prompt: Prompt, record: Record) -> Sample:
         """Makes a sample of what was said last, for the reward."""
         last = record.calls[-1] if record.calls else Call(prompt.token_ids)
@@ -235,6 +240,7 @@ class Episodes:
             _ENDED[FinishReason.ABORT if last.finish is None else last.finish],
             len(last.draft.token_ids),
             prompt.source,
+            self._conversation.opens_thought(last.given),
         )
 
 

@@ -187,6 +187,13 @@ class Evaluator:
         self._also(due.name, prompt, seeds, episodes)
         masks = self._config.reward.on_error == "mask"
         return [
-            Row.of(prompt, sample, episode, self._episodes.texts(episode), masks_errors=masks)
+            Row.of(
+                prompt,
+                sample,
+                episode,
+                self._episodes.texts(episode),
+                masks_errors=masks,
+                in_thought=self._episodes.is_in_thought(episode),
+            )
             for sample, episode in zip(samples, episodes, strict=True)
         ]

@@ -68,10 +68,19 @@ class Row(NamedTuple):
     """Subset of the set that the prompt is from."""
     failed: bool = False
     """Whether the reward failed."""
+    in_thought: bool = False
+    """Whether the last text began inside a thought that was opened before it."""
 
     @classmethod
     def of(
-        cls, prompt: Prompt, sample: int, episode: Episode, texts: list[str], *, masks_errors: bool
+        cls,
+        prompt: Prompt,
+        sample: int,
+        episode: Episode,
+        texts: list[str],
+        *,
+        masks_errors: bool,
+        in_thought: bool = False,
     ) -> Self:
         failed = episode.score.error is not None
         calls = episode.record.calls
@@ -89,6 +98,7 @@ class Row(NamedTuple):
             texts=texts,
             source=prompt.source,
             failed=failed,
+            in_thought=in_thought,
         )
 
 

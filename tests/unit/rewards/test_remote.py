@@ -90,6 +90,7 @@ def test_the_service_is_given_all_fields_of_a_sample(service):
             "finish": "stop",
             "num_tokens": 3,
             "source": "",
+            "in_thought": False,
         }
     ]
 

@@ -1,0 +1,146 @@
+"""A thought that the prompt opens and no response ends holds no answer."""
+
+import asyncio
+import json
+
+import pytest
+from episode_fakes import answer
+from roles.role_fakes import config
+
+from relax_hpc.config.reward import RewardConfig
+from relax_hpc.demo import checkpoint
+from relax_hpc.environments.record import Record
+from relax_hpc.environments.single_turn import SingleTurn
+from relax_hpc.paths import RunPaths
+from relax_hpc.prompts.conversation import Conversation
+from relax_hpc.prompts.source import Prompt
+from relax_hpc.rewards import registry
+from relax_hpc.rewards.answers import final_text
+from relax_hpc.rewards.contract import Sample, Score
+from relax_hpc.rewards.reward import Reward, Weighted
+from relax_hpc.roles.rollout.episodes import Episodes
+from relax_hpc.roles.rollout.heldout import Row
+from relax_hpc.runs import evaluations
+
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+CHOICES = {"choices": ["1", "2"]}
+NO_COMMA = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+TESTS = '["assert add(1, 2) == 3"]'
+PROGRAM = "```python\ndef add(a, b):\n    return a + b\n```"
+
+
+def opens(template, prefix, asked="1+2="):
+    tokenizer = checkpoint.tokenizer()
+    tokenizer.chat_template = template
+    there = Conversation(tokenizer, chat_template=True, assistant_prefix=prefix)
+    return there.opens_thought(there.encode("a test", [{"role": "user", "content": asked}]))
+
+
+@pytest.mark.parametrize(
+    ("ending", "prefix", "is_open"),
+    [
+        ("", "", False),
+        ("", "<think>\n", True),
+        ("", "<think>\nOkay, " + "so " * 40, True),
+        ("", "<think>\n\n</think>\n\n", False),
+        ("", "Well, ", False),
+        ("<think>\n", "", True),
+        (" <think>", "", True),
+        ("<think>\n", "Well, 1 is é: ", True),
+        ("<think>\n\n</think>\n\n", "", False),
+        ("<think>\n", "</think>", False),
+    ],
+)
+def test_a_thought_is_open_where_the_template_or_the_prefix_leaves_it_so(ending, prefix, is_open):
+    assert opens(PLAIN + ending, prefix) == is_open
+
+
+@pytest.mark.parametrize("asked", ["Begin with <think>", "<think> and </think>, <think>. Now"])
+def test_what_the_user_says_of_the_tags_opens_none(asked):
+    assert not opens(PLAIN, "", asked)
+    assert not opens("{{ messages[0].content }} A:", "Well: ", asked)
+    assert opens(PLAIN, "<think>", asked)
+
+
+def test_without_an_end_such_a_response_has_no_final_text():
+    assert final_text("7", False) == "7" == final_text("so</think>7", True)
+    assert final_text("7", True) == "" == final_text("<think>7", True)
+    assert final_text("a</think>7<think>8", True) == "7"
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "answer", "metadata", "args"),
+    [
+        ("boxed_number", r"\boxed{3}", "3", {}, {}),
+        ("math", r"\boxed{3}", "3", {}, {}),
+        ("dapo", "Answer: 3", "3", {}, {"wrong": 0.0}),
+        ("gsm8k", "#### 3", "3", {}, {}),
+        ("gsm8k", "so 3", "3", {}, {"last_number": True}),
+        ("multiple_choice", "Answer: B", "B", CHOICES, {}),
+        ("f1", "three", "three", {}, {}),
+        ("exact", "three", "three", {}, {}),
+        ("iou", "[1, 2, 3, 4]", "[1, 2, 3, 4]", {}, {}),
+        ("openr1mm", "<answer>3</answer>", "3", {}, {}),
+        ("geometry3k", r"\boxed{3}", "3", {}, {"format_weight": 0.0}),
+        ("ifeval", "none here", "", NO_COMMA, {}),
+        ("code", PROGRAM, TESTS, {}, {"sandbox": "limits"}),
+    ],
+)
+def test_answers_that_are_tried_in_it_count_for_no_reward(name, said, answer, metadata, args):
+    [term] = registry.terms_of(RewardConfig(name=name, args=args))
+    reward = Reward([Weighted(term.function())])
+    texts = [(said, False), (said, True), (f"so</think>{said}", True), (f"<think>{said}", False)]
+    samples = [Sample(t, "", answer, metadata, in_thought=is_open) for t, is_open in texts]
+    found = asyncio.run(reward(samples, 20.0, lambda number: None))
+    assert [(each.value, each.error) for each in found] == [
+        (1.0, None), (0.0, None), (1.0, None), (0.0, None),
+    ]  # fmt: skip
+
+
+def scored(name, response, **settings):
+    [term] = registry.terms_of(RewardConfig(name=name, args=settings))
+    reward = Reward([Weighted(term.function())])
+    sample = Sample(response, "", "3", in_thought=True)
+    return asyncio.run(reward([sample], 5.0, lambda number: None))[0].value
+
+
+def test_a_form_begins_with_the_thought_whether_or_not_a_job_says_so():
+    for settings in ({}, {"opened": True}):
+        assert scored("format", "so</think><answer>3</answer>", **settings) == 1
+        assert scored("geometry3k", r"so</think>\boxed{3}", **settings) == 1
+        assert scored("geometry3k", r"\boxed{3}", **settings) == 0
+    assert scored("deepscaler", r"so ###Response \boxed{3}") == 1
+    assert scored("deepscaler", r"\boxed{3}") == 0
+
+
+class Says:
+    """Says the same to everything."""
+
+    def __init__(self, tokenizer, text):
+        self._ids = tokenizer.encode(text, add_special_tokens=False)
+
+    async def sample(self, given, draft, how, *, seed, homes):
+        return answer(draft, self._ids, [-1.0] * len(self._ids), [(0, 0)])
+
+
+@pytest.mark.parametrize(("prefix", "value"), [("<think>\n", 0.0), ("", 1.0)])
+def test_the_reward_and_a_vote_are_told_of_the_prompts_last_words(prefix, value, tmp_path):
+    tokenizer = checkpoint.tokenizer()
+    tokenizer.chat_template = PLAIN
+    conversation = Conversation(tokenizer, chat_template=True, assistant_prefix=prefix)
+    asked = [{"role": "user", "content": "1+2="}]
+    prompt = Prompt(0, conversation.encode("a test", asked), "3", asked)
+    said = Says(tokenizer, r"Maybe \boxed{3}? Again: 1+2")
+
+    async def score(group):
+        return [Score(float("3" in final_text(s.response, s.in_thought))) for s in group]
+
+    made = Episodes(config(), SingleTurn(), said, conversation, score, max_tokens=1000)
+    [episode] = asyncio.run(made.run(prompt, [Record()], made.how(1.0), 0, [1]))
+    assert episode.score.value == value
+    is_open = made.is_in_thought(episode)
+    row = Row.of(prompt, 0, episode, made.texts(episode), masks_errors=False, in_thought=is_open)
+    path = RunPaths(tmp_path).root / "rows.jsonl"
+    path.write_text(json.dumps(row._asdict()) + "\n")
+    [read] = evaluations._read(path)
+    assert read.sample.answer == ("3" if value else None)
