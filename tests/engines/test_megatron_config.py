@@ -250,6 +250,34 @@ def test_the_trainer_of_a_job_is_told_how_long_its_policy_stands_still(monkeypat
     assert build.trainer_of(config, None, None) == 3
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "tokens", "exponent"),
+    [
+        ("token", 4095, None),
+        ("sequence_sum", 4095, None),
+        ("sequence", 4095, 21),
+        ("prompt", 4096, 22),
+        ("constant", 32768, 24),
+    ],
+)
+def test_the_loss_scale_of_float16_begins_higher_where_tokens_weigh_less(
+    monkeypatch, aggregation, tokens, exponent
+):
+    monkeypatch.setattr(build, "MegatronTrainer", lambda *given, **_: given[2].megatron)
+
+    def told(dtype="float16", **megatron):
+        tree = {
+            "name": "a", "model": {"path": "m", "dtype": dtype}, "prompts": {"train": "p"},
+            "algorithm": {"aggregation": aggregation}, "rollout": {"max_new_tokens": tokens},
+            "schedule": {"num_steps": 9}, "actor": {"optimizer": {"megatron": megatron}},
+        }  # fmt: skip
+        return build.trainer_of(RunConfig.model_validate(tree), None, None)
+
+    assert told() == ({} if exponent is None else {"initial_loss_scale": 2.0**exponent})
+    assert told("bfloat16") == {}
+    assert told(initial_loss_scale=8.0) == {"initial_loss_scale": 8.0}
+
+
 def test_a_constant_learning_rate_is_one():
     config = OptimizerConfig(lr=1.0, warmup_steps=2, decay="constant")
     assert [learning_rate(config, step, 9) for step in (1, 2, 5, 9)] == [0.5, 1.0, 1.0, 1.0]

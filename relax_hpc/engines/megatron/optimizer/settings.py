@@ -8,6 +8,8 @@ from relax_hpc.config.optimizer import OptimizerConfig
 from relax_hpc.engines.megatron.passthrough import build, refusals
 from relax_hpc.errors import ConfigError
 
+FIRST_LOSS_SCALE = 2.0**10
+"""Of float16, where losses are sums over tokens that weigh 1."""
 _ALWAYS = "is always on; remove it"
 _NO_EFFECT = "has no effect in this trainer; remove it"
 _FSDP = "belongs to Megatron's FSDP, and this trainer shards the optimizer only; remove it"
@@ -122,9 +124,8 @@ def optimizer_config(config: OptimizerConfig, dtype: str) -> MegatronOptimizerCo
             "fp16": dtype == "float16",
             "params_dtype": getattr(torch, dtype),
             "use_distributed_optimizer": True,
-            # Of float16. Losses are sums over tokens, not means, and every overflow costs a batch:
-            # begin low, and fall at once.
-            "initial_loss_scale": 2.0**10,
+            # Of float16. Every overflow costs a batch: begin low, and fall at once.
+            "initial_loss_scale": FIRST_LOSS_SCALE,
             "loss_scale_window": 100,
             "hysteresis": 1,
         },
