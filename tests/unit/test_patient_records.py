@@ -121,7 +121,7 @@ def of_sides(paths):
     holder.raise_flag()
     raised = read_json(paths.away("training"))
     holder._lower()
-    return holder.idle_since(), raised, storage.exists(paths.away("training"))
+    return holder.idle_s() is not None, raised, storage.exists(paths.away("training"))
 
 
 def of_heldout(paths):

@@ -1,9 +1,9 @@
 """The two jobs of a run that are apart: who may give its nodes back, and what is refused."""
 
+import itertools
 import subprocess
 import time
 from collections import deque
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import fake_slurm
@@ -197,9 +197,25 @@ class Slurm:
         return True
 
 
+class Clock:
+    """The holder's; whoever sleeps makes it go on."""
+
+    now, time = 1000.0, staticmethod(time.time)
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+CLOCK, SINCE = Clock(), itertools.count(1)
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A run of job 7, which samples, and job 8, which trains; both in their first attempt."""
+    monkeypatch.setattr("relax_hpc.launch.sides.holder.time", CLOCK)
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     fake = fake_slurm.make(tmp_path, monkeypatch)
     paths, config = RunPaths(fake.run_dir), job(run_root=str(fake.run_dir.parent))
@@ -214,9 +230,12 @@ def run(tmp_path, monkeypatch):
     states.has_accounting.cache_clear()
 
 
-def idle_for(paths, seconds, task="rollout-0", attempt="7.0"):
-    since = None if seconds is None else time.time() - seconds
-    write_json(paths.idle(attempt, task), {"since": since})
+def idle_for(holder, seconds, task="rollout-0"):
+    """A task of this holder says that it has nothing to do, so many seconds ago; None if it has."""
+    since = None if seconds is None else next(SINCE)
+    write_json(holder._paths.idle(holder._attempt, task), {"since": since})
+    holder.idle_s()
+    CLOCK.now += seconds or 0
 
 
 def test_a_side_with_work_asks_nobody_anything(run):
@@ -224,7 +243,7 @@ def test_a_side_with_work_asks_nobody_anything(run):
     slurm = Slurm()
     holder = Holder(config, paths, "sampling", "7", slurm)
     assert holder.tick() is None  # no task has said anything yet
-    idle_for(paths, None)
+    idle_for(holder, None)
     assert holder.tick() is None and not slurm.looks
 
 
@@ -232,10 +251,10 @@ def test_one_without_work_starts_the_other_at_once_and_goes_after_a_while(run):
     fake, paths, config = run
     slurm = Slurm("held", "8.1")
     holder = Holder(config, paths, "sampling", "7", slurm)
-    idle_for(paths, 5)
+    idle_for(holder, 5)
     assert holder.tick() is None and slurm.released == ["8"]
     assert not fake.asked("scontrol"), "not as long as launch.idle_s"
-    idle_for(paths, 61)
+    idle_for(holder, 61)
     assert holder.tick() == "hold"
     assert fake.asked("scontrol") == ["scontrol requeuehold 7"]
     assert read_json(paths.away("sampling")) == {"attempt": "7.0"}
@@ -255,9 +274,9 @@ def test_it_raises_its_flag_before_it_looks_and_lowers_it_when_there_is_work(run
     slurm = Looks()
     holder = Holder(config, paths, "sampling", "7", slurm)
     write_json(paths.away("training"), {"attempt": "8.0"})
-    idle_for(paths, 61)
+    idle_for(holder, 61)
     assert holder.tick() == "stay" and slurm.looks
-    idle_for(paths, None)
+    idle_for(holder, None)
     assert holder.tick() is None and not paths.away("sampling").exists()
 
 
@@ -268,7 +287,7 @@ def test_the_trainer_yields_to_a_side_that_is_about_to_go(run):
     trainer = Holder(config, paths, "training", "8", slurm)
     slurm.look = lambda job_id: slurm.seen
     write_json(paths.away("sampling"), {"attempt": "7.0"})
-    idle_for(paths, 61, "actor-0", "8.0")
+    idle_for(trainer, 61, "actor-0")
     assert trainer.tick() == "yield" and not paths.away("training").exists()
     slurm.seen = Seen("held", "7.1")  # it has gone
     assert trainer.tick() == "release" and slurm.released == ["7"]
@@ -289,11 +308,10 @@ def test_it_is_held_only_once_the_trainer_has_saved(run, monkeypatch):
         write_json(saves[len(slept)], {"step": 3})
         slept.append(1)
 
-    clock = SimpleNamespace(sleep=sleep, time=time.time, monotonic=time.monotonic)
-    monkeypatch.setattr("relax_hpc.launch.sides.holder.time", clock)
+    monkeypatch.setattr(CLOCK, "sleep", sleep)
     holder = Holder(config, paths, "training", "8", Slurm())
     holder._other, holder._slurm.look = "7", lambda _: Seen("active", "7.0")
-    idle_for(paths, 61, "actor-0", "8.0")
+    idle_for(holder, 61, "actor-0")
     assert holder.tick() == "hold" and len(slept) == 2
     assert fake.asked("scontrol") == ["scontrol requeuehold 8"]
 
@@ -301,16 +319,18 @@ def test_it_is_held_only_once_the_trainer_has_saved(run, monkeypatch):
 def test_a_holder_that_was_killed_on_the_way_is_followed_by_one_that_holds(run):
     fake, paths, config = run
     requeue.announce("7", paths.root, hold=True)
-    idle_for(paths, None)
-    assert Holder(config, paths, "sampling", "7", Slurm()).tick() == "hold"
+    holder = Holder(config, paths, "sampling", "7", Slurm())
+    idle_for(holder, None)
+    assert holder.tick() == "hold"
     assert fake.asked("scontrol") == ["scontrol requeuehold 7"]
 
 
 def test_an_end_for_another_reason_is_left_to_who_has_announced_it(run):
     fake, paths, config = run
     requeue.announce("7", paths.root)
-    idle_for(paths, 61)
-    assert Holder(config, paths, "sampling", "7", Slurm()).tick() == "stay"
+    holder = Holder(config, paths, "sampling", "7", Slurm())
+    idle_for(holder, 61)
+    assert holder.tick() == "stay"
     assert not fake.asked("scontrol")
 
 
@@ -319,7 +339,7 @@ def test_where_slurm_refuses_all_go_on_and_it_is_not_asked_again_at_once(run):
     script = fake.folder / "scontrol"
     script.write_text(f"{script.read_text()}echo 'Requested operation is disabled' >&2; exit 1\n")
     holder = Holder(config, paths, "sampling", "7", Slurm())
-    idle_for(paths, 61)
+    idle_for(holder, 61)
     holder.tick()
     assert "refused" in read_json(paths.ending("7.0")) and not paths.away("sampling").exists()
     assert holder.tick() is None and len(fake.asked("scontrol")) == 1
@@ -328,7 +348,7 @@ def test_where_slurm_refuses_all_go_on_and_it_is_not_asked_again_at_once(run):
 def test_a_side_whose_other_side_has_ended_ends_and_not_at_the_first_look(run):
     _, paths, config = run
     holder = Holder(config, paths, "sampling", "7", Slurm("ended"))
-    idle_for(paths, 61)
+    idle_for(holder, 61)
     assert [holder.tick(), holder.tick()] == ["stay", "end"]
 
 
@@ -336,7 +356,7 @@ def test_nobody_is_held_once_nothing_more_will_be_trained(run):
     fake, paths, config = run
     writer = CreditWriter(paths.bus, 1)
     holder = Holder(config, paths, "sampling", "7", Slurm())
-    idle_for(paths, 61)
+    idle_for(holder, 61)
     writer.write(writer.inherited._replace(step=4, finished=True))
     writer.close()
     assert holder.tick() is None and not fake.asked("scontrol")
@@ -355,10 +375,25 @@ def test_every_host_of_engines_has_to_be_idle_and_the_last_of_them_counts(run):
     config = job(engines__rollout__count=2, engines__rollout__nodes_per_engine=2,
                  engines__rollout__kind="sglang", engines__rollout__resources__nodes=4)  # fmt: skip
     holder = Holder(config, paths, "sampling", "7", Slurm())
-    idle_for(paths, 100, "rollout-0")
-    assert holder.idle_since() is None
-    idle_for(paths, 30, "rollout-2")
-    assert time.time() - holder.idle_since() == pytest.approx(30, abs=5)
+    idle_for(holder, 100, "rollout-0")
+    assert holder.idle_s() is None
+    idle_for(holder, 30, "rollout-2")
+    assert holder.idle_s() == 30
+
+
+@pytest.mark.parametrize("ahead_s", [-86400, 0, 86400])
+def test_how_long_a_side_is_idle_is_by_the_clock_of_its_holder_alone(run, ahead_s):
+    fake, paths, config = run
+    record, seen = paths.idle("7.0", "rollout-0"), []
+    holder = Holder(config, paths, "sampling", "7", Slurm())
+    for since in (1, 1, None, 100, 100, 107):  # 107: it had work for a moment, between two looks
+        write_json(record, {"since": since and time.time() // 1e6 * 1e6 + since + ahead_s})
+        seen.append(holder.idle_s())
+        assert holder.tick() is None
+        CLOCK.now += 59
+    assert seen == [0, 59, None, 0, 59, 0] and not fake.asked("scontrol")
+    CLOCK.now += 1
+    assert holder.tick() == "hold"
 
 
 # the two jobs

@@ -68,6 +68,8 @@ class Holder:
         self._credits = CreditTail(paths.bus, num_steps=config.num_steps)
         self._other: str | None = None
         self._num_ended = 0
+        self._idle: tuple[list[float], float] | None = None
+        """What the tasks said last, all of them without work, and when it was seen first."""
         self._not_before = 0.0
 
     def tick(self) -> Move | None:
@@ -79,11 +81,11 @@ class Holder:
         if self.is_announced:  # by a holder that died on the way
             self.hold()
             return "hold"
-        since, other = self.idle_since(), self.other_job()
-        if since is None or other is None or self.is_finished():
+        idle_s, other = self.idle_s(), self.other_job()
+        if idle_s is None or other is None or self.is_finished():
             self._lower()
             return None
-        is_early = time.time() - since < self._config.launch.idle_s
+        is_early = idle_s < self._config.launch.idle_s
         if is_early or time.monotonic() < self._not_before:
             self._release_held(other)  # it has made what work it can
             return None
@@ -160,15 +162,18 @@ class Holder:
         while other and not self._release_held(other) and time.monotonic() < until:
             time.sleep(_RETRY_S)
 
-    def idle_since(self) -> float | None:
-        """Time since which no task of this side has anything to do; None if one has."""
-        since = 0.0
-        for name in self._reporters():
-            said = read_json(self._paths.idle(self._attempt, name)) or {}
-            if said.get("since") is None:
-                return None
-            since = max(since, said["since"])
-        return since
+    def idle_s(self) -> float | None:
+        """Seconds since it was first seen that no task of this side has anything to do; None if one
+        has. What a task says is by the clock of its node, and only tells one time from another."""
+        names = self._reporters()
+        records = [read_json(self._paths.idle(self._attempt, name)) or {} for name in names]
+        said = [record["since"] for record in records if record.get("since") is not None]
+        if len(said) < len(names):
+            self._idle = None
+            return None
+        if self._idle is None or self._idle[0] != said:
+            self._idle = said, time.monotonic()
+        return time.monotonic() - self._idle[1]
 
     def is_finished(self) -> bool:
         """Whether nothing more will be trained: both sides end by themselves."""
