@@ -75,9 +75,9 @@ def test_what_an_older_version_wrote_holds_within_seconds(sleeper, set_clock):
 def test_every_record_of_a_process_names_it_after_the_clock_was_set(sleeper, tmp_path, set_clock):
     paths, mine = RunPaths(tmp_path), ProcessId.of(sleeper.pid)
     local_step.record_processes(ComponentPaths(tmp_path, "local-1").processes, [sleeper.pid])
-    record.claim(paths, 2, sure=False)
     parts = (record.LaunchedComponent("actor", "local-1", 1, paths.component("actor")),)
     record.write(paths, record.LaunchRecord("local", "local-1", parts, 1.0, mine), {})
+    record.claim(paths, record.read(tmp_path), sure=False)
     extra = Extra("extra-1", 1, "n2", 0, "ACTIVE", 0.0, process=mine)
     ScaleState("1.0", 2, ["n2"], 1, extras={"extra-1": extra}).write(paths)
     set_clock(3600)

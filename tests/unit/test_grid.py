@@ -281,19 +281,19 @@ def test_one_rank_of_a_replica_reads_tokens_and_one_of_all_reads_columns(grid):
 
 
 def test_batches_with_hardly_a_row_or_none_starve_nobody(tmp_path):
-    """Fewer rows than replicas, two rows, none, as one portion and as the last of several."""
+    """A group or none, as one portion and as the last of several; of one only two rows differ."""
     rewards = [EQUAL] * 6 * PROMPTS
     rewards[0] = MIXED  # step 1: 8 rows
-    rewards[64] = ALMOST  # step 2: 2 rows; step 3: none
+    rewards[64] = ALMOST  # step 2: 8 rows, too; step 3: none
     rewards[192:255] = [MIXED] * 63  # step 4: nothing in the last portion
-    rewards[256 + 63] = ALMOST  # step 5: 2 rows in the last portion; step 6: as step 2
+    rewards[256 + 63] = ALMOST  # step 5: 8 rows in the last portion; step 6: as step 2
     rewards[320] = ALMOST
     groups = list(enumerate(rewards))
     cuts = [0, 64, 128, 192, 255, 256, 300, 319, 320, 384]
     commits = [groups[a:b] for a, b in pairwise(cuts)]
     grid = Grid(tmp_path, commits, over_age="mask", max_staleness=0)
     firsts = [grid.trainers[dp_rank * TP * CP] for dp_rank in range(DP)]
-    assert [len(grid.rows_of(step, firsts)) for step in range(1, 7)] == [8, 2, 0, 504, 2, 2]
+    assert [len(grid.rows_of(step, firsts)) for step in range(1, 7)] == [8, 8, 0, 504, 8, 8]
     assert all(trainer.step == 6 for trainer in grid.trainers)
     for given in (given for trainer in grid.trainers for given in trainer.given):
         fresh = [n if given.step == 1 else n - n // 2 for n in given.sampled]

@@ -172,6 +172,7 @@ def test_every_sample_is_kept_in_a_file_of_the_evaluation_for_the_runs_owner(tmp
     assert sum(best.values()) / len(best) == 0.5
     assert found[1] == {
         "prompt": 0, "sample": 1, "score": 1.0, "parts": {"boxed_number": 1.0}, "version": 8,
+        "in_thought": False,
         "version_max": 8, "finish": "stop", "num_tokens": 3, "texts": ["75"],
         "source": "algebra", "failed": False,
     }  # fmt: skip

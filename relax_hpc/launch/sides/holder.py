@@ -69,7 +69,7 @@ class Holder:
         self._other: str | None = None
         self._num_ended = 0
         self._idle: tuple[list[float], float] | None = None
-        """What the tasks said last, all of them without work, and when it was seen first."""
+        """Times that the tasks said last, all without work, and when that was seen first."""
         self._not_before = 0.0
 
     def tick(self) -> Move | None:

@@ -275,7 +275,7 @@ serve() {
     child=$! starts=$((starts + 1))
     [ -z "$stopping" ] || kill "$child" 2>/dev/null
     join "$child"
-    [ -z "$stopping" ] && [ "$status" -ne 0 ] || return 0
+    [ -z "$stopping" ] && [ "$status" -ne 0 ] && kill -0 "$$" 2>/dev/null || return 0
     echo "$(date +%FT%T) $name: start $starts ended with exit code $status"
     count_failure
     [ "${#failures[@]}" -le "$max_restarts" ] || return 1

@@ -9,7 +9,7 @@ from relax_hpc.engines.megatron.passthrough import build, refusals
 from relax_hpc.errors import ConfigError
 
 FIRST_LOSS_SCALE = 2.0**10
-"""Of float16, where losses are sums over tokens that weigh 1."""
+"""Scale that float16 begins with, where losses are sums over tokens that weigh 1."""
 _ALWAYS = "is always on; remove it"
 _NO_EFFECT = "has no effect in this trainer; remove it"
 _FSDP = "belongs to Megatron's FSDP, and this trainer shards the optimizer only; remove it"
