@@ -178,6 +178,11 @@ class RunPaths:
         return self.control / "prompts" / f"{rank}.json"
 
     @property
+    def decided_rows(self) -> Path:
+        """Rows that cannot be used, as was decided when the rollout tasks first started."""
+        return self.control / "prompts" / "left-out.json"
+
+    @property
     def broken_media(self) -> Path:
         """Rows of data that are left out for their media, as was decided at submission."""
         return self.control / "prompts" / "broken-media.json"

@@ -137,8 +137,7 @@ def test_a_run_keeps_the_names_of_its_sets(two_layouts):
 
 @pytest.mark.parametrize("key", ["eval.math", "prompts.sources.sums"])
 def test_what_was_found_of_rows_is_not_used_for_other_names(two_layouts, monkeypatch, key):
-    settings = ['prompts.bad_rows="skip"', f'{key}.columns.tools="none"']
-    config, other = (load(two_layouts, settings[:count]) for count in (1, 2))
+    config, other = load(two_layouts), load(two_layouts, [f'{key}.columns.tools="none"'])
     paths, alone = RunPaths(Path("run")), row_check.Share(0, 1)
     row_check.settle(config, paths, sources_of(config), alone)
     looked = []

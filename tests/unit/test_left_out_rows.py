@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import threading
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from relax_hpc import records
 from relax_hpc.bus import layout
 from relax_hpc.errors import ConfigError, PeerTimeoutError
 from relax_hpc.job_file import load
@@ -135,7 +137,8 @@ def test_a_run_that_was_begun_in_another_order_is_refused(tmp_path, header):
 
 @pytest.mark.parametrize("change", ["data", "template", "settings"])
 def test_what_was_found_is_not_used_for_other_data_templates_or_settings(data, monkeypatch, change):
-    config = load(Path("job.toml"), SKIP)
+    Path("train.jsonl").write_text(f"{json.dumps(GOOD)}\n" * 10)
+    config = load(Path("job.toml"))
     settled(config, data, 1)
     looked = []
 
@@ -154,34 +157,140 @@ def test_what_was_found_is_not_used_for_other_data_templates_or_settings(data, m
         with Path("model/chat_template.jinja").open("a") as file:
             file.write(" ")
     else:
-        config = load(Path("job.toml"), [*SKIP, "prompts.assistant_prefix=x"])
+        config = load(Path("job.toml"), ["prompts.assistant_prefix=x"])
     with pytest.raises(KeyboardInterrupt):
         row_check.settle(config, data, sources_of(config), Share(0, 1))
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_more_or_fewer_tasks_leave_out_what_was_left_out_before_and_look_at_nothing(
-    data, monkeypatch, size
+def indices(source):
+    return [source._row(n) for n in range(2 * len(source))]
+
+
+def change_line(row, line):
+    lines = Path("train.jsonl").read_text().splitlines()
+    lines[row] = line
+    Path("train.jsonl").write_text("".join(f"{each}\n" for each in lines))
+
+
+CHANGES = {
+    "touched": lambda: os.utime("train.jsonl", (1, 1)),
+    "mended": lambda: change_line(1, json.dumps(GOOD)),
+    "broken": lambda: change_line(0, "not JSON"),
+}
+"""What becomes of the data, which keep their number of rows."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_later_start_goes_by_what_was_decided_whatever_becomes_of_the_data(
+    data, monkeypatch, size, change
+):
+    config = load(Path("job.toml"), [*SKIP, "launch.peer_timeout_s=5"])
+    before, listed = indices(settled(config, data, 2)[0]), data.left_out.read_text()
+    assert sorted(before) == sorted([0, 2, 5, 7, 8] * 2)
+    CHANGES[change]()
+    monkeypatch.delattr(PromptSource, "examine")
+    for number in range(2):
+        data.prompt_rows(number).unlink()  # what was decided stands for itself
+    sources = sources_of(config)
+    row_check.settle(config, data, sources, Share(size - 1, size))  # alone: waits for nobody
+    assert indices(sources.train) == before
+    assert all(indices(source) == before for source in settled(config, data, size))
+    assert data.left_out.read_text() == listed
+    if change == "broken":
+        with pytest.raises(ConfigError, match=r"train.jsonl, line 1: is not JSON"):
+            sources.train[before.index(0)]
+
+
+def test_what_was_decided_is_small_and_made_once(data):
+    config = load(Path("job.toml"), SKIP)
+    settled(config, data, 2)
+    record = json.loads(data.decided_rows.read_text())
+    assert record["num_rows"]["prompts.train"] == 10
+    assert record["left_out"]["prompts.train"] == sorted(BAD)
+    made = data.decided_rows.stat()
+    settled(config, data, 3)
+    assert data.decided_rows.stat() == made
+    data.decided_rows.write_text(json.dumps(record | {"format": 99}))
+    with pytest.raises(ConfigError, match=r"left-out.json: was written by another version of rel"):
+        row_check.settle(config, data, sources_of(config), Share(0, 1))
+
+
+def test_of_two_tasks_that_decide_at_once_both_go_by_what_the_first_decided(data, monkeypatch):
+    def list_them(paths, rows):  # another was faster, and found rows 5 and 7 bad
+        record = row_check.Decision({"prompts.train": 10}, {}, {"prompts.train": [5, 7]})
+        records.write_json(paths.decided_rows, {"format": 1, **record._asdict()})
+
+    monkeypatch.setattr(row_check.broken_media, "list_left_out", list_them)
+    monkeypatch.setattr(row_check, "check_lengths", lambda *_: None)
+    [source] = settled(load(Path("job.toml"), SKIP), data, 1)
+    assert sorted(indices(source)[:8]) == [0, 1, 2, 3, 4, 6, 8, 9]
+
+
+def test_lengths_are_looked_at_before_it_is_decided_and_at_every_start_thereafter(data):
+    config = load(Path("job.toml"), SKIP)
+    short = load(Path("job.toml"), [*SKIP, "actor.tokens_per_micro_batch=20"])
+    said = r"micro_batch = 20: the longest prompt has \d+ tokens"
+    with pytest.raises(ConfigError, match=said):
+        row_check.settle(short, data, sources_of(short), Share(0, 1))
+    assert not data.decided_rows.exists()
+    settled(config, data, 1)
+    assert data.decided_rows.exists()
+    with pytest.raises(ConfigError, match=said):
+        row_check.settle(short, data, sources_of(short), Share(0, 1))
+
+
+@pytest.mark.parametrize("number", [0, 2], ids=["first", "further"])
+@pytest.mark.parametrize("change", ["touched", "mended"])
+def test_a_run_of_a_version_that_kept_no_decision_goes_on_with_what_its_tasks_found(
+    data, monkeypatch, number, change
 ):
     config = load(Path("job.toml"), SKIP)
-    before = settled(config, data, 2)[0]
+    before = indices(settled(config, data, 2)[0])
+    data.decided_rows.unlink()
+    CHANGES[change]()
     with monkeypatch.context() as patched:
         patched.delattr(PromptSource, "examine")
-        for source in settled(config, data, size):
-            assert [source[n].index for n in range(9)] == [before[n].index for n in range(9)]
+        sources = sources_of(config)
+        row_check.settle(config, data, sources, Share(number, 3))
+        assert indices(sources.train) == before and data.decided_rows.exists()
+    data.decided_rows.unlink()
     data.prompt_rows(1).unlink()  # of the two, one had not come to it
     looked = []
     monkeypatch.setattr(
         PromptSource, "examine", lambda *_, **__: looked.append(1) or Examined(1, [])
     )
-    settled(config, data, size)
-    assert len(looked) == size * len(sources_of(config).by_key)
+    settled(config, data, 3)
+    assert len(looked) == 3 * len(sources_of(config).by_key)
+
+
+def test_before_anything_is_decided_data_of_which_no_row_can_be_used_may_be_mended(data):
+    good = Path("train.jsonl").read_text()
+    Path("train.jsonl").write_text("no\n" * 10)
+    config = load(Path("job.toml"), [*SKIP, "launch.peer_timeout_s=1"])
+    for number in (1, 0):  # task 1 waits for task 0, which decides nothing
+        with pytest.raises((ConfigError, PeerTimeoutError)):
+            row_check.settle(config, data, sources_of(config), Share(number, 2))
+    assert data.prompt_rows(0).exists() and data.prompt_rows(1).exists()
+    assert not data.decided_rows.exists()
+    Path("train.jsonl").write_text(good)
+    assert [sorted(indices(each)) for each in settled(config, data, 2)] == [
+        sorted([0, 2, 5, 7, 8] * 2)
+    ] * 2
 
 
 def test_a_task_that_does_not_look_at_its_rows_is_named(data):
     config = load(Path("job.toml"), [*SKIP, "launch.peer_timeout_s=1"])
     with pytest.raises(PeerTimeoutError, match=r"rollout-0, rollout-2 did not look at its prompts"):
         row_check.settle(config, data, sources_of(config), Share(1, 3))
+
+
+def test_a_task_that_does_not_decide_is_named(data):
+    config = load(Path("job.toml"), [*SKIP, "launch.peer_timeout_s=1"])
+    with pytest.raises(PeerTimeoutError):
+        row_check.settle(config, data, sources_of(config), Share(0, 2))
+    with pytest.raises(PeerTimeoutError, match=r"rollout-0 did not decide in launch.peer_timeou"):
+        row_check.settle(config, data, sources_of(config), Share(1, 2))
 
 
 def test_a_file_of_nothing_but_bad_rows_is_refused_though_they_may_be_skipped(data):

@@ -234,7 +234,7 @@ OTHERS = {
     "read and written by curves and messages, of which a run does not depend": "tensorboard "
     "tensorboard_made exported notified",
     "written and read by functions of `records`, and nothing else": "prompt_rows left_out "
-    "broken_media rendezvous",
+    "decided_rows broken_media rendezvous",
     "of watchdogs, who leave out what they are refused": "hangs doing",
     "of torch": "collectives",
 }

@@ -1,9 +1,9 @@
-"""Looks at all prompts when the job starts, and decides once which of them are left out, beside
+"""Looks at all prompts when a run first starts, and decides once which of them are left out, beside
 those with broken media, on which the submission has decided.
 
-Each rollout task looks at a share of the rows and leaves what it found in a file; together the
-files say for all producers which rows there are. They are kept: whoever starts again reads them,
-also where there are more or fewer tasks by then.
+Each rollout task looks at a share of the rows and leaves what it found in a file. Once all files
+are there, the decision is made of them and kept: every later start goes by it, however many tasks
+there are then and whatever has become of the data. A prompt's ordinal means the same row for good.
 """
 
 import hashlib
@@ -11,8 +11,9 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from relax_hpc.bus.layout import open_bus
 from relax_hpc.config.run import RunConfig
@@ -21,7 +22,7 @@ from relax_hpc.media import recipe
 from relax_hpc.paths import BusPaths, RunPaths
 from relax_hpc.prompts import order, tokenizer
 from relax_hpc.prompts.source import Examined
-from relax_hpc.records import read_bytes, read_json, write_json
+from relax_hpc.records import read_bytes, read_json, write_json, write_json_once
 from relax_hpc.roles.rollout import broken_media
 from relax_hpc.roles.rollout.prompt_check import Sources, check_lengths, examine
 from relax_hpc.storage import patiently
@@ -60,8 +61,37 @@ def check_order(paths: BusPaths) -> None:
         )
 
 
+class Decision(NamedTuple):
+    """The rows that cannot be used and that a run leaves out, and what the others are like."""
+
+    num_rows: Mapping[str, int]
+    """Rows that there were, by the key that names the data."""
+    longest: Mapping[str, int]
+    """Tokens of the longest prompt, by key."""
+    left_out: Mapping[str, Sequence[int]]
+    """Rows, by key; those with broken media are in a record of their own."""
+
+    @classmethod
+    def read(cls, paths: RunPaths) -> Self | None:
+        """Reads it; None while nothing is decided.
+
+        Raises:
+            ConfigError: another version of this package decided.
+        """
+        record = read_json(paths.decided_rows)
+        if record is None:
+            return None
+        if record.pop("format") != _FORMAT:
+            raise ConfigError(
+                f"{paths.decided_rows}: was written by another version of relax-hpc; use that one, "
+                "or submit a new run"
+            )
+        return cls(**record)
+
+
 def settle(config: RunConfig, paths: RunPaths, sources: Sources, share: Share) -> None:
-    """Looks at this task's share of the rows, and takes from the sources all that are left out.
+    """Takes from the sources all rows that are left out; looks at this task's share of the rows if
+    that is not decided.
 
     Args:
         config: the run.
@@ -74,92 +104,151 @@ def settle(config: RunConfig, paths: RunPaths, sources: Sources, share: Share) -
             other rows than at an earlier start.
         PeerTimeoutError: another task did not look at its rows in time.
     """
-    key = _key(config, sources, share.size)
     num_rows = {name: source.num_rows for name, source in sources.by_key.items()}
-    before = (read_json(paths.prompt_rows(share.number)) or {}).get("num_rows", {})
-    order.check_num_rows(num_rows, num_rows | before, since="begun")
     broken = broken_media.decided_for(config, paths, num_rows)
-    settled = _settled_before(config, paths, sources, share)
-    own = settled[0] if settled else _read(paths, share.number, key)
-    if own is None:
-        rows = {
-            name: [row for row in share.rows(count) if row not in broken[name]]
-            for name, count in num_rows.items()
-        }
-        own = examine(sources, rows, is_decoded=config.prompts.media.broken == "skip")
-        record = {"key": key, "tasks": share.size, "num_rows": num_rows, "found": own}
-        write_json(paths.prompt_rows(share.number), record)
-    found = [own]
     if config.prompts.bad_rows == "skip":
-        found = settled or _of_all(config, paths, share, key, own)
+        decision = Decision.read(paths) or _decide(config, paths, sources, share, broken)
+        order.check_num_rows(num_rows, num_rows | dict(decision.num_rows), since="begun")
+        bad, longest = decision.left_out, decision.longest
+    else:
+        own = _look(config, paths, sources, share, broken, _key(config, sources, share.size))
+        bad, longest = {}, {name: each.longest for name, each in own.items()}
     if config.prompts.may_leave_out:
-        _leave_out(paths, sources, found, broken, is_first=share.number == 0)
-    longest = {
-        name: max(each[name].longest for each in found if name in each) for name in sources.by_key
-    }
+        listed = f"listed in {paths.left_out}"
+        left_out = {n: dict.fromkeys(bad.get(n, ()), listed) | rows for n, rows in broken.items()}
+        _leave_out(sources, left_out)
+        for name, rows in left_out.items():
+            if rows and share.number == 0:
+                count = num_rows[name]
+                log.warning("%s: %d of %d rows are left out, %s", name, len(rows), count, listed)
     check_lengths(config, longest)
 
 
-def _settled_before(
-    config: RunConfig, paths: RunPaths, sources: Sources, share: Share
-) -> list[Mapping[str, Examined]]:
-    """Reads what all tasks found when there were more or fewer; nothing if there were not.
+def _look(
+    config: RunConfig,
+    paths: RunPaths,
+    sources: Sources,
+    share: Share,
+    broken: Mapping[str, Mapping[int, str]],
+    key: str,
+) -> Mapping[str, Examined]:
+    """Looks at a task's share of the rows, or reads what it found when nothing was different."""
+    num_rows = {name: source.num_rows for name, source in sources.by_key.items()}
+    before = (read_json(paths.prompt_rows(share.number)) or {}).get("num_rows", {})
+    order.check_num_rows(num_rows, num_rows | before, since="begun")
+    if (known := _read(paths, share.number, key)) is not None:
+        return known
+    rows = {
+        name: [row for row in share.rows(count) if row not in broken[name]]
+        for name, count in num_rows.items()
+    }
+    own = examine(sources, rows, is_decoded=config.prompts.media.broken == "skip")
+    record = {"key": key, "tasks": share.size, "num_rows": num_rows, "found": own}
+    write_json(paths.prompt_rows(share.number), record)
+    return own
 
-    A row that is mended since stays left out: the order was drawn without it.
+
+def _decide(
+    config: RunConfig,
+    paths: RunPaths,
+    sources: Sources,
+    share: Share,
+    broken: Mapping[str, Mapping[int, str]],
+) -> Decision:
+    """Looks at a task's share, and waits for the decision; task 0 makes it once all have looked.
+
+    Where all have looked before, as in runs of versions that kept no decision, any task makes it,
+    and the data are not asked: the order was drawn by what was found then. If no run can have begun
+    with that, it is looked at anew.
     """
-    size = int((read_json(paths.prompt_rows(0)) or {}).get("tasks", share.size))
-    if size == share.size or config.prompts.bad_rows != "skip":
-        return []
-    key = _key(config, sources, size)
-    found = [_read(paths, number, key) for number in range(size)]
-    known = [each for each in found if each is not None]
-    return known if len(known) == size else []
-
-
-def _of_all(
-    config: RunConfig, paths: RunPaths, share: Share, key: str, own: Mapping[str, Examined]
-) -> list[Mapping[str, Examined]]:
-    found: dict[int, Mapping[str, Examined]] = {share.number: own}
+    if found := _found_before(paths, sources, share):
+        with suppress(ConfigError):
+            return _publish(config, paths, sources, found, broken)
+    key = _key(config, sources, share.size)
+    shares = {share.number: _look(config, paths, sources, share, broken, key)}
     timeout_s = config.launch.peer_timeout_s
     deadline = time.monotonic() + timeout_s
-    while missing := [number for number in range(share.size) if number not in found]:
-        for number in missing:
-            if (each := _read(paths, number, key)) is not None:
-                found[number] = each
-        if len(found) < share.size:
-            if time.monotonic() > deadline:
-                names = ", ".join(f"rollout-{n}" for n in missing if n not in found)
+    while (decision := Decision.read(paths)) is None:
+        is_late = time.monotonic() > deadline
+        if share.number == 0 or is_late:
+            for number in set(range(share.size)) - set(shares):
+                if (each := _read(paths, number, key)) is not None:
+                    shares[number] = each
+        missing = [number for number in range(share.size) if number not in shares]
+        if share.number == 0 and not missing:
+            found = [shares[number] for number in range(share.size)]
+            return _publish(config, paths, sources, found, broken)
+        if is_late:
+            if not missing:
                 raise PeerTimeoutError(
-                    f"{names} did not look at its prompts in launch.peer_timeout_s = {timeout_s} "
-                    "s; its log says why"
+                    f"rollout-0 did not decide in launch.peer_timeout_s = {timeout_s} s which rows "
+                    "are left out; its log says why"
                 )
-            time.sleep(_LOOK_S)
-    return [found[number] for number in range(share.size)]
+            names = ", ".join(f"rollout-{number}" for number in missing)
+            raise PeerTimeoutError(
+                f"{names} did not look at its prompts in launch.peer_timeout_s = {timeout_s} "
+                "s; its log says why"
+            )
+        time.sleep(_LOOK_S)
+    return decision
 
 
-def _leave_out(
+def _found_before(paths: RunPaths, sources: Sources, share: Share) -> list[Mapping[str, Examined]]:
+    """Reads what all tasks of an earlier start found of the same data; nothing if one is missing.
+
+    Raises:
+        ConfigError: there are other rows now.
+    """
+    first = read_json(paths.prompt_rows(0))
+    if first is None:
+        return []
+    num_rows = {name: source.num_rows for name, source in sources.by_key.items()}
+    order.check_num_rows(num_rows, num_rows | first.get("num_rows", {}), since="begun")
+    found = list[Mapping[str, Examined]]()
+    for number in range(first.get("tasks", share.size)):
+        each = _read(paths, number, first["key"])
+        if each is None or each.keys() != num_rows.keys():
+            return []
+        found.append(each)
+    return found
+
+
+def _publish(
+    config: RunConfig,
     paths: RunPaths,
     sources: Sources,
     found: Sequence[Mapping[str, Examined]],
     broken: Mapping[str, Mapping[int, str]],
-    *,
-    is_first: bool,
-) -> None:
-    left_out = dict[str, dict[int, str]]()
+) -> Decision:
+    """Decides by what all tasks found, if the run can go on with that, and lists it for people.
+
+    Returns:
+        The decision of whoever was first.
+
+    Raises:
+        ConfigError: no row is left, or a prompt is too long for the trainer.
+    """
+    bad = {name: dict(each for part in found for each in part[name].bad) for name in broken}
+    longest = {name: max(part[name].longest for part in found) for name in broken}
+    left_out = {name: rows | dict(broken[name]) for name, rows in bad.items()}
+    _leave_out(sources, left_out)
+    check_lengths(config, longest)
+    # Before it holds: whoever finds it decided lists nothing.
+    broken_media.list_left_out(paths, left_out)
+    num_rows = {name: source.num_rows for name, source in sources.by_key.items()}
+    made = Decision(num_rows, longest, {name: sorted(rows) for name, rows in bad.items()})
+    write_json_once(paths.decided_rows, {"format": _FORMAT, **made._asdict()})
+    decided = Decision.read(paths)
+    assert decided is not None, "it is never removed"
+    return decided
+
+
+def _leave_out(sources: Sources, rows: Mapping[str, Mapping[int, str]]) -> None:
     for name, source in sources.by_key.items():
-        bad = dict(each for part in found for each in part[name].bad) | dict(broken[name])
         try:
-            source.leave_out(bad)
+            source.leave_out(rows[name])
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
-        left_out[name] = bad
-        if bad and is_first:
-            log.warning(
-                "%s: %d of %d rows are left out, listed in %s; the first: %s",
-                name, len(bad), source.num_rows, paths.left_out, bad[min(bad)],
-            )  # fmt: skip
-    if is_first:
-        broken_media.list_left_out(paths, left_out)
 
 
 def _read(paths: RunPaths, number: int, key: str) -> Mapping[str, Examined] | None:
