@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from toys import until
 
 from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.fleet.scaling import Extra, ScaleState
@@ -95,14 +96,14 @@ def test_a_worker_is_ended_with_its_family_after_the_clock_was_set(set_clock):
     with subprocess.Popen(
         ["bash", "-c", command], start_new_session=True, stdout=subprocess.PIPE
     ) as leader:
-        away = int(leader.stdout.readline())
+        away = ProcessId.of(int(leader.stdout.readline()))
         started = start_ticks(leader.pid)
         rewards._kill_family(leader.pid, started - 1)  # the number is another's
         assert leader.poll() is None
         set_clock(1)
         rewards._kill_family(leader.pid, started)
         assert leader.wait(5) == -9
-    assert not psutil.pid_exists(away) or psutil.Process(away).status() == psutil.STATUS_ZOMBIE
+    until(lambda: away.find() is None)
 
 
 def started(monkeypatch, module, tmp_path, *options):
