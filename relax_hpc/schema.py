@@ -62,7 +62,7 @@ class FinishReason(IntEnum):
     STOP = 0
     """The model ended its turn."""
     LENGTH = 1
-    """`max_new_tokens` was reached."""
+    """`rollout.max_new_tokens` or the end of the context was reached, by any response of it."""
     ABORT = 2
     """Somebody ended it; what there is counts as partial."""
     RETIRED = 3

@@ -19,7 +19,8 @@ class Groups(Part):
     """A rule for groups, and one for responses that were cut off. P groups of G episodes."""
 
     truncated: Literal["mask", "penalty", "keep"] = "keep"
-    """Responses that reached rollout.max_new_tokens. mask: they are compared with their siblings,
+    """Episodes of which a limit of the run, not the environment's own, cut a response off:
+    rollout.max_new_tokens, or the end of the context. mask: they are compared with their siblings,
     but not trained on. penalty: long ones have a lower reward. keep: as any other."""
     overlong_buffer: Positive | None = None
     """Tokens at the end of rollout.max_new_tokens in which the penalty grows from 0 to 1; unset is

@@ -31,9 +31,13 @@ class Call:
     draft: Draft = field(default_factory=Draft)
     """Sampled ids, logprobs and versions; it grows while the response arrives."""
     finish: FinishReason | None = None
-    """None while it is under way, or where it was broken off."""
+    """None while it is under way, or where it was broken off. A record that was read back has that
+    of the whole row."""
+    is_cut: bool = False
+    """Whether a limit of the run ended it, `rollout.max_new_tokens` or the context, and none that
+    the environment set. So is one that there was no room left to go on from."""
     is_over: bool = False
-    """Whether it has ended though nobody says how, as of one that others came after."""
+    """Whether it has ended though nobody says how: the record was read back."""
     routed_experts: npt.NDArray[np.int16] | None = None
     """[given and sampled tokens, layers x experts per token], if asked for."""
 
@@ -66,6 +70,7 @@ class Sequence(NamedTuple):
     turns: npt.NDArray[np.int32]
     """[turns, 2] (first token of the row, schema.TurnKind)"""
     finish: FinishReason
+    """LENGTH where a limit of the run ended any of its calls."""
     media: tuple[Medium, ...]
     media_spans: npt.NDArray[np.int32]
     """[spans, 3] (medium, first token of the row, tokens)"""
@@ -116,6 +121,7 @@ def _calls(row: Trajectory) -> list[Call]:
         calls.append(call)
     if calls and not calls[-1].is_over and row.finish is not FinishReason.ABORT:
         calls[-1].finish, calls[-1].routed_experts = row.finish, row.routed_experts
+        calls[-1].is_cut, calls[-1].is_over = row.finish is FinishReason.LENGTH, True
     return calls
 
 
@@ -163,11 +169,20 @@ def _sequence(chain: Items[Call]) -> Sequence:
         logprobs=logprobs,
         version_runs=_pairs(runs),
         turns=_pairs(turns),
-        finish=FinishReason.ABORT if last.finish is None else last.finish,
+        finish=_finish(chain),
         media=last.media,
         media_spans=np.array(last.spans, np.int32) if last.spans else NO_SPANS,
         routed_experts=last.routed_experts,
     )
+
+
+def _finish(chain: Items[Call]) -> FinishReason:
+    """A limit that the environment set is as good an end as the policy's own."""
+    last = chain[-1].finish
+    if last is None or last is FinishReason.ABORT:
+        return FinishReason.ABORT
+    is_cut = any(call.is_cut for call in chain)
+    return FinishReason.LENGTH if is_cut else FinishReason.STOP
 
 
 def _pairs(pairs: list[tuple[int, int]]) -> npt.NDArray[np.int32]:

@@ -190,15 +190,22 @@ class Session:
         tools = self.prompt.tools if tools is None else tools or None
         found, how = await self._given(asked, tools), self.how
         given = found.token_ids
-        left = min(max_new_tokens or how.max_new_tokens, how.max_tokens - len(given))
+        wanted = max_new_tokens or how.max_new_tokens
+        left = min(wanted, how.max_tokens - len(given))
+        is_own = wanted == left and (ignore_eos or wanted < how.max_new_tokens)
         if left > 0:
             call = self._begin(found)
         else:
             call = _call(found, FinishReason.LENGTH)
+            if self._reply:
+                self._reply.call.is_cut = True  # this one is in no row
             await asyncio.sleep(0)  # who asks again and again would let nobody else run
-        if call.finish is None and call.is_over:
-            is_cut = len(call.draft.token_ids) >= left
-            call.finish = FinishReason.LENGTH if is_cut else FinishReason.STOP
+        if call.is_over:
+            tokens, told = call.draft.token_ids, call.finish is FinishReason.STOP and not is_own
+            stopped = told or (not ignore_eos and self.conversation.ends_turn(tokens))
+            is_full = len(tokens) >= left and not stopped
+            call.finish = FinishReason.LENGTH if is_full else FinishReason.STOP
+            call.is_over = False
         if call.finish is None:
             how = how._replace(
                 max_new_tokens=left,
@@ -208,6 +215,7 @@ class Session:
             )
             done = await self._sample(call, how)
             call.finish, call.routed_experts = done.finish, done.routed_experts
+        call.is_cut = call.finish is FinishReason.LENGTH and not is_own
         self._reply = Reply(call, self.conversation, asked, found, self._reply, tools)
         return self._reply
 

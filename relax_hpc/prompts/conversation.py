@@ -170,6 +170,10 @@ class Conversation:
                     rest = rest.removeprefix(self._tokenizer.eos_token or "")
         return rest + self._prefix
 
+    def ends_turn(self, token_ids: Sequence[int]) -> bool:
+        """Whether a reply ends on a special token, as one that was not cut off does."""
+        return bool(self._end_of_turn(token_ids))
+
     def _end_of_turn(self, token_ids: Sequence[int]) -> str:
         """Text of the special token that a reply ends on, which need not be the EOS; "" of none."""
         last = token_ids[-1:]

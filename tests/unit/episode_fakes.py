@@ -30,6 +30,9 @@ class Numbers:
     def opens_thought(self, token_ids):
         return False
 
+    def ends_turn(self, token_ids):
+        return False
+
     def stop(self, texts):
         return StopTexts(self.decode, texts) if texts else None
 

@@ -35,7 +35,8 @@ CHATML = (
 def call(given, sampled, version=0, finish=FinishReason.STOP):
     logprobs = [-0.5 * (n + 1) for n in range(len(sampled))]
     runs = [(0, version)] if sampled else []
-    return Call(given, draft=Draft(list(sampled), logprobs, runs), finish=finish)
+    draft, is_cut = Draft(list(sampled), logprobs, runs), finish is FinishReason.LENGTH
+    return Call(given, draft=draft, finish=finish, is_cut=is_cut)
 
 
 def test_two_turns_are_one_sequence_with_everything_at_its_own_token():
