@@ -11,6 +11,7 @@ import typer
 from relax_hpc import permissions
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import RunPaths
+from relax_hpc.printable import argument
 
 if TYPE_CHECKING:
     from relax_hpc.config.run import JobConfig
@@ -122,8 +123,8 @@ def going_on(run: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         typer.echo(
-            f"\n{run} goes on; look again with relax-hpc watch {run}, end it with "
-            f"relax-hpc cancel {run}",
+            f"\n{run} goes on; look again with relax-hpc watch {argument(run)}, end it with "
+            f"relax-hpc cancel {argument(run)}",
             err=True,
         )
         raise typer.Exit(130) from None

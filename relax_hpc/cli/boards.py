@@ -6,6 +6,7 @@ import typer
 
 from relax_hpc.cli.arguments import Run, run_dir_of
 from relax_hpc.config.boards import Service
+from relax_hpc.printable import argument
 
 boards = typer.Typer()
 
@@ -24,7 +25,7 @@ def report(run: Run) -> None:
         if picture.exists():
             typer.echo(f"curve:       {picture}")
     kept = "" if is_over else "   (its job keeps it up to date)"
-    typer.echo(f"tensorboard: tensorboard --logdir {paths.tensorboard}{kept}")
+    typer.echo(f"tensorboard: tensorboard --logdir {argument(paths.tensorboard)}{kept}")
 
 
 @boards.command(epilog="Example:  relax-hpc export wandb arithmetic --offline")

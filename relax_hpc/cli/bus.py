@@ -10,6 +10,7 @@ from relax_hpc import job_file
 from relax_hpc.cli.arguments import AsJson, Ended, Run, run_dir_of
 from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.paths import RunPaths
+from relax_hpc.printable import argument
 
 if TYPE_CHECKING:
     from relax_hpc.bus.plan import PlanPosition
@@ -97,7 +98,7 @@ def bus_gc(
     if alive := run_status.alive(run_dir, run_status.of_run(run_dir), sure=ended):
         raise LaunchError(
             f"{run_dir}: is {alive.state}, and its components delete what they own "
-            f"themselves; wait for its end, or end it: relax-hpc cancel {run}"
+            f"themselves; wait for its end, or end it: relax-hpc cancel {argument(run)}"
         )
     paths = RunPaths(run_dir)
     found = garbage.find(paths.bus, _positions(paths))

@@ -72,6 +72,8 @@ def _outcome(played: "Played") -> str:
         reward = f"its reward {score.error}"
     told = f"; metrics{_named(metrics)}" if metrics else ""
     sampled = sum(int(row.loss_mask.sum()) for row in played.rows)
+    if not calls:
+        told += "; the policy was asked nothing, and such an episode teaches nothing"
     return (
         f"played an episode: {_counted(calls, 'repl', 'ies', 'y')}, "
         f"{_counted(sampled, 'token', 's')} trained on; {reward}{told}"

@@ -173,6 +173,7 @@ def cancel(run: Run) -> None:
     """End every job that a run started, and nothing else; say what each was doing."""
     from relax_hpc.boards import finish
     from relax_hpc.paths import RunPaths
+    from relax_hpc.printable import argument
     from relax_hpc.runs import cancel as run_cancel
     from relax_hpc.runs import overview
 
@@ -181,4 +182,4 @@ def cancel(run: Run) -> None:
     finish.complete_if_over(run_dir)
     paths = RunPaths(run_dir)
     done = f"{overview.newest_step(paths).get('step', 0)} of {overview.num_steps_of(paths)}"
-    typer.echo(f"steps done: {done}; relax-hpc status {run} says more")
+    typer.echo(f"steps done: {done}; relax-hpc status {argument(run)} says more")

@@ -86,7 +86,7 @@ def scale_list(run: Run, as_json: AsJson = False) -> None:
 
 
 def _tell(run_dir: Path, asked: "Asked", *, wait: bool) -> None:
-    from relax_hpc.printable import printable
+    from relax_hpc.printable import argument, printable
     from relax_hpc.scale import requests as scaling
 
     if asked.request is None:
@@ -94,7 +94,7 @@ def _tell(run_dir: Path, asked: "Asked", *, wait: bool) -> None:
         return
     typer.echo(f"{asked.request}: {'is under way already' if asked.repeated else 'is begun'}")
     if not wait:
-        typer.echo(f"next: relax-hpc scale list {run_dir}")
+        typer.echo(f"next: relax-hpc scale list {argument(run_dir)}")
         return
     outcome = scaling.wait(run_dir, asked.request).outcome
     said = f"{asked.request}: {outcome.state.lower()}{outcome.reason and ': '}{outcome.reason}"

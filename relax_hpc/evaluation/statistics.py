@@ -50,7 +50,7 @@ class Statistics(NamedTuple):
     """pass^k by k: all of k samples are right."""
     majority_at: dict[int, Figure]
     """maj@k by k: the most frequent answer of k samples is right. Empty where no wrong sample has
-    an answer to be told."""
+    an answer to be told, or fewer than half of the right ones have."""
     majority_draws: dict[int, float]
     """Part of the error of maj@k that draws make, by k; 0 where it was counted."""
 
@@ -71,7 +71,7 @@ def statistics(samples: Iterable[Sample], ks: Sequence[int], *, right: float = 1
     _check(prompts, ks)
     votes = [_votes(each, right) for each in prompts.values()]
     counts = [(vote.num_samples, vote.right) for vote in votes]
-    is_told = any(vote.wrong for vote in votes) or all(n == c for n, c in counts)
+    is_told = _are_told(prompts.values(), right)
     majority = {
         k: [majority_at_k(vote, k, seed=seed) for seed, vote in enumerate(votes)]
         for k in (ks if is_told else ())
@@ -131,7 +131,20 @@ def _check(prompts: dict[int, list[Sample]], ks: Sequence[int]) -> None:
             raise ConfigError(f"prompt {prompt}: {error}") from None
 
 
+def _are_told(prompts: Iterable[Sequence[Sample]], right: float) -> bool:
+    """Whether answers can be told, so that votes for a wrong one are seen: where what is right has
+    none either, a wrong answer here and there is chance."""
+    samples = [sample for each in prompts for sample in each]
+    good = [sample.answer is not None for sample in samples if _is_right(sample, right)]
+    are_wrong_told = any(s.answer is not None for s in samples if not _is_right(s, right))
+    return len(good) == len(samples) or (are_wrong_told and 2 * sum(good) >= len(good))
+
+
+def _is_right(sample: Sample, right: float) -> bool:
+    return sample.score >= right - _ROUNDING
+
+
 def _votes(samples: Sequence[Sample], right: float) -> Votes:
-    wrong = [sample.answer for sample in samples if not sample.score >= right - _ROUNDING]
+    wrong = [sample.answer for sample in samples if not _is_right(sample, right)]
     named = Counter(answer for answer in wrong if answer is not None)
     return Votes(len(samples) - len(wrong), tuple(named.values()), wrong.count(None))

@@ -78,7 +78,7 @@ def check(
         for part in sides(config, hosts):
             partitions.check_partitions(part, partitions.partitions())
             partitions.check_limits(part)
-            check_inherited(part)
+            tell_inherited(part, say)
             trial.check_number(part)
         every = config.actor.save_every
         whose, save_s = known_runs.longest_save(config.model.path)
@@ -89,21 +89,21 @@ def check(
     return config
 
 
-def check_inherited(components: Sequence[Component]) -> None:
-    """Refuses what sbatch would silently pass on to the components behind it.
+def tell_inherited(components: Sequence[Component], say: Callable[[str], None]) -> None:
+    """Says what sbatch passes on to the components behind one that asked for it.
 
     Args:
         components: of one job, in order, each with nodes of its own.
+        say: is told.
     """
     for name in _INHERITED:
         said: Component | None = None
         for each in components:
             value = getattr(each.resources, name)
             if value is None and said is not None:
-                raise ConfigError(
-                    f"{said.key}.{name} = {getattr(said.resources, name)!r}: and {each.key} has "
-                    f"none, so Slurm would give it the same; say {each.key}.{name}, or one for all "
-                    "in [resources]"
+                say(
+                    f"{said.key}.{name} = {getattr(said.resources, name)!r}: Slurm gives it to "
+                    f"{each.key} as well, which names none; to have another, say {each.key}.{name}"
                 )
             said = each if value is not None else said
 

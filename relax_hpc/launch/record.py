@@ -11,6 +11,7 @@ from typing import Any
 from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import RunPaths
+from relax_hpc.printable import argument
 from relax_hpc.records import read_json, write_json, write_json_once
 
 _CLAIM_S = 900
@@ -158,8 +159,8 @@ def claim(paths: RunPaths, newest: LaunchRecord, *, sure: bool) -> int:
     if not write_json_once(path, mine):
         raise ConfigError(
             f"{paths.root}: somebody else is starting it, see {path}; look at it again with "
-            f"relax-hpc status {paths.root}. If that one died, and squeue shows no job of this "
-            "run, add --ended"
+            f"relax-hpc status {argument(paths.root)}. If that one died, and squeue shows no job "
+            "of this run, add --ended"
         )
     try:
         _check_newest(paths, newest)
@@ -175,7 +176,8 @@ def _check_newest(paths: RunPaths, newest: LaunchRecord) -> None:
     if found.number != newest.number:
         raise ConfigError(
             f"{paths.root}: was resumed meanwhile, as job {found.leader}; nothing was started. "
-            f"Look at it with relax-hpc status {paths.root}, and resume it again if that job ended"
+            f"Look at it with relax-hpc status {argument(paths.root)}, and resume it again if that "
+            "job ended"
         )
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _REPLY = "b1d5f0c49ae34c53"
 """Stands for a reply whose tokens are known, while a template renders what is around it."""
-_OPENS = "<think>"
+_OPENS, _ENDS = "<think>", "</think>"
 _LONGEST_OPENING = 16
 """Tokens, at most, of `<think>` and the white space behind it, where every character is one."""
 
@@ -48,14 +48,23 @@ class Conversation:
         """Whether a response to these tokens begins inside a thought.
 
         The last tag of the assistant's prefix decides; where it has none, whether the template ends
-        with `<think>`. What messages say of the tags, further up, opens no thought.
+        with `<think>`. What messages say of the tags, further up, opens no thought; nor does
+        anything where the text of a response does not show that one ends.
         """
-        opened, ended = self._prefix.rfind(_OPENS), self._prefix.rfind("</think>")
+        return self._leaves_open(token_ids) and not self._hides(_ENDS)
+
+    def _leaves_open(self, token_ids: Sequence[int]) -> bool:
+        opened, ended = self._prefix.rfind(_OPENS), self._prefix.rfind(_ENDS)
         if opened != ended:
             return opened > ended
         size = _LONGEST_OPENING + len(self._prefix.encode())
         end = str(self._tokenizer.decode(token_ids[-size:], skip_special_tokens=False))
         return end.removesuffix(self._prefix).rstrip().endswith(_OPENS)
+
+    def _hides(self, tag: str) -> bool:
+        """Whether a tag is a special token, of which text of a response shows nothing."""
+        token_ids = self.plain(tag)
+        return len(token_ids) == 1 and not self.decode(token_ids)
 
     def stop(self, texts: Sequence[str]) -> StopTexts | None:
         """Returns what tells the end of a response that holds one of the texts; None of none."""

@@ -170,6 +170,8 @@ def place_of(name: str, title: str = "") -> str:
     key = f"reward.terms.{title}.name" if title else "reward.name"
     if name in RENAMED:
         raise ConfigError(f"{key} = {name!r}: is {RENAMED[name]!r} now; use that")
+    if name.endswith(".py"):
+        raise ConfigError(f"{key} = {name!r}: is a file; name a function in it, {name}:score, say")
     near = difflib.get_close_matches(name, known := [*REWARDS, *offered], 1)
     hint = f"did you mean {near[0]!r}?" if near else f"use {', '.join(known)},"
     raise ConfigError(f"{key} = {name!r}: no such reward; {hint} or name a function: {PLACES}")

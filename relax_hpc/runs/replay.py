@@ -20,6 +20,7 @@ from relax_hpc.errors import BusError, ConfigError, LaunchError
 from relax_hpc.launch import script, states, submit
 from relax_hpc.launch.placement import Bootstrap, Component, place
 from relax_hpc.paths import BusPaths, RunPaths
+from relax_hpc.printable import argument
 from relax_hpc.records import finite, write_json
 from relax_hpc.roles.actor.role import ACTOR
 from relax_hpc.roles.replay.record import Replay
@@ -171,7 +172,7 @@ def _check_over(run_dir: Path, *, ended: bool) -> None:
     if alive := status.alive(run_dir, status.of_run(run_dir), sure=ended):
         raise ConfigError(
             f"{run_dir}: is {alive.state.lower()} as job {alive.record.leader} and deletes shards "
-            f"as it goes; wait, or cancel it first: relax-hpc cancel {run_dir}"
+            f"as it goes; wait, or cancel it first: relax-hpc cancel {argument(run_dir)}"
         )
 
 

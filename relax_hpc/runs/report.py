@@ -10,7 +10,7 @@ from relax_hpc import errors
 from relax_hpc.hangs.doing import Doing
 from relax_hpc.launch import pending, states
 from relax_hpc.paths import RunPaths
-from relax_hpc.printable import printable
+from relax_hpc.printable import argument, printable
 from relax_hpc.runs import engine_rows, logs
 from relax_hpc.runs.quiet import Quiet
 from relax_hpc.runs.status import RunStatus
@@ -85,7 +85,7 @@ def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
     for name, path in (("reward curve", paths.reward_curve), ("loss curve", paths.loss_curve)):
         if path.exists() and done["steps_done"]:
             rows.append((name, str(path)))
-            rows.append(("tensorboard", f"tensorboard --logdir {paths.tensorboard}"))
+            rows.append(("tensorboard", f"tensorboard --logdir {argument(paths.tensorboard)}"))
     width = max([13, *(len(name) for name, value in rows if value)])
     return [f"  {name:<{width}} {value}" for name, value in rows if value]
 
@@ -251,7 +251,7 @@ def _verdict(run: RunStatus) -> list[tuple[str, str]]:
 
 def _to_go_on(run: RunStatus) -> list[tuple[str, str]]:
     """Tells what can be done; what no restart cures commonly is in the job or in a program."""
-    again = f"relax-hpc resume {run.run_dir}" + " --local" * (run.mode == "local")
+    again = f"relax-hpc resume {argument(run.run_dir)}" + " --local" * (run.mode == "local")
     if _SETUP in run.reason:
         corrected = "--set 'resources.setup=[\"...\"]'"
         return [("to go on", f"{again} {corrected}, corrected: a profile is not read again")]
@@ -273,6 +273,8 @@ def _last(run: RunStatus) -> list[tuple[str, str]]:
     words = run.verdict.words
     if run.reason and run.verdict.error:
         words = words.replace(f" ({run.verdict.error})", "")
+    if run.state == "RUNNING" and run.start is not None and run.verdict.time < run.start:
+        words += ", before this start"
     return [("last verdict", f"{_ago(run.verdict.time)}: {words}")]
 
 

@@ -14,9 +14,13 @@ from relax_hpc.launch import partitions, preflight, record, submit
 from relax_hpc.launch.placement import Component, place, sides
 from relax_hpc.launch.slurm import MaybeQueuedError
 from relax_hpc.paths import RunPaths
-from relax_hpc.records import write_json
-from relax_hpc.roles.rollout import broken_media
+from relax_hpc.printable import argument
+from relax_hpc.prompts import order
+from relax_hpc.records import read_json, write_json
+from relax_hpc.roles.rollout import broken_media, prompt_check
 from relax_hpc.roles.rollout.decode_check import Advance
+from relax_hpc.roles.sft import document_check
+from relax_hpc.roles.training.check import check_model
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.runs import status
 from relax_hpc.runs.changes import Changed, another_run, changed
@@ -65,6 +69,7 @@ def resume(
         is_lengthened=config.num_steps > was.num_steps,
     )  # fmt: skip
     _check_begin(config, paths)
+    _check_inputs(config, paths)
     mode, components = submit.mode_of(local=local), place(config)
     if changes:
         _check_changed(new, components, mode, say)
@@ -121,7 +126,7 @@ def _check_ended(
     is_lengthened: bool,
 ) -> None:
     if alive := status.alive(run_dir, found, sure=ended):
-        remedy = f"cancel it first: relax-hpc cancel {run_dir}"
+        remedy = f"cancel it first: relax-hpc cancel {argument(run_dir)}"
         if alive.state == "COMPLETING":  # perhaps since it was cancelled
             remedy = "it is about to end: resume it in a moment"
         raise ConfigError(
@@ -144,6 +149,19 @@ def _check_begin(config: JobConfig, paths: RunPaths) -> None:
         from relax_hpc.checkpoints import saving  # seconds, for torch
 
         saving.check_begin(paths)
+
+
+def _check_inputs(config: JobConfig, paths: RunPaths) -> None:
+    """Makes sure that the model and the data are there still, with as many rows."""
+    check_model(config.model.path, config.actor)
+    if isinstance(config, SftRunConfig):
+        document_check.open_files(config)
+        return
+    assert isinstance(config, RunConfig)
+    files = prompt_check.open_files(config).by_key
+    before = (read_json(paths.prompt_rows(0)) or {}).get("num_rows", {})
+    num_rows = {key: len(files[key]) for key in before if key in files}
+    order.check_num_rows(num_rows, before, since="begun")
 
 
 def _check_changed(

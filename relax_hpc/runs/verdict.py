@@ -201,7 +201,8 @@ def _done(what: What, failed: Failed) -> str:
             f"{failed.max_restarts} within {window}, {left} left"
         )
     if failed.failures > failed.max_restarts:
-        return f"failed {failed.failures} times within {window}, which ended the run"
+        times = "once" if failed.failures == 1 else f"{failed.failures} times"
+        return f"failed {times} within {window}, which ended the run"
     return "would fail again in the same way, which ended the run"
 
 

@@ -16,6 +16,7 @@ from relax_hpc.errors import ConfigError, LaunchError, PeerTimeoutError
 from relax_hpc.fleet.scaling import Kind, Outcome, Request, ScaleState, pending
 from relax_hpc.launch import states
 from relax_hpc.paths import RunPaths
+from relax_hpc.printable import argument
 from relax_hpc.records import write_json_once
 from relax_hpc.runs import status
 
@@ -87,11 +88,13 @@ def cancel(run_dir: Path) -> Request:
     _, paths, state = _running(run_dir)
     _, request = pending(paths, state())
     if request is None:
-        raise ConfigError(f"{run_dir}: no request is under way; see relax-hpc scale list {run_dir}")
+        raise ConfigError(
+            f"{run_dir}: no request is under way; see relax-hpc scale list {argument(run_dir)}"
+        )
     if request.kind == "in":
         raise ConfigError(
             f"{request}: engines that drain do not come back; "
-            f"once it is done, add others: relax-hpc scale out {run_dir}"
+            f"once it is done, add others: relax-hpc scale out {argument(run_dir)}"
         )
     write_json_once(paths.scale_cancel(request.id), {"time": time.time()})
     return request
@@ -125,7 +128,7 @@ def wait(run_dir: Path, request: Request) -> Settled:
         if time.monotonic() > deadline:
             raise PeerTimeoutError(
                 f"{run_dir}: its scaler has not settled {request} within {timeout_s:.0f} s; "
-                f"see relax-hpc logs {run_dir} for lines of job: scaler"
+                f"see relax-hpc logs {argument(run_dir)} for lines of job: scaler"
             )
         time.sleep(_POLL_S)
 
@@ -173,7 +176,7 @@ def _running(run_dir: Path) -> tuple[RunConfig, RunPaths, Callable[[], ScaleStat
             if time.monotonic() > deadline:
                 raise PeerTimeoutError(
                     f"{run_dir}: its scaler has not started within {_SCALER_START_S} s; "
-                    f"see relax-hpc logs {run_dir} for lines of job: scaler"
+                    f"see relax-hpc logs {argument(run_dir)} for lines of job: scaler"
                 )
             time.sleep(_POLL_S)
         return read
@@ -202,7 +205,7 @@ def _ask(
                 return Asked(under_way, repeated=True, engines=under_way.engines)
             raise ConfigError(
                 f"{under_way} is under way, one at a time; wait for it, "
-                f"or: relax-hpc scale cancel {paths.root}"
+                f"or: relax-hpc scale cancel {argument(paths.root)}"
             )
         if not needed():
             _check_running(paths.root)  # or it has ended, and its added engines with it

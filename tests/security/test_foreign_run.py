@@ -127,7 +127,7 @@ def test_a_run_that_another_user_put_in_place_of_ours_runs_none_of_its_commands(
 @pytest.mark.parametrize("place", ["programs", "its folder", "its file", "beside it", "run.json"])
 def test_no_program_is_imported_that_others_may_have_written(with_part, place):
     paths, copy, mark = with_part
-    (copy.parent / "__pycache__").mkdir(mode=0o700)
+    (copy.parent / "__pycache__").mkdir(mode=0o700, exist_ok=True)
     compiled = copy.parent / "__pycache__" / "helper.cpython-311.pyc"
     compiled.touch(0o600)
     where = {"programs": paths.programs, "its folder": copy.parent, "its file": copy,

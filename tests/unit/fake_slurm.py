@@ -91,6 +91,7 @@ def make(tmp_path: Path, monkeypatch, earlier=()) -> FakeSlurm:
         (fake.folder / name).touch()
     monkeypatch.setenv("PATH", f"{fake.folder}:/usr/bin:/bin")
     states.has_accounting.cache_clear()
+    monkeypatch.setattr("relax_hpc.runs.resume._check_inputs", lambda *_: None)  # there are none
     config = validate(
         {
             "name": "run",

@@ -46,6 +46,11 @@ def test_there_is_no_majority_where_no_wrong_answer_can_be_told():
     nothing = {(0, n): None for n in range(3)}
     assert statistics(samples_of([[1, 0, 0]], nothing), [3]).majority_at == {}
     assert statistics(samples_of([[1, 1, 1]], nothing), [3]).majority_at[3].value == 1.0
+    # A box here and there is no vote, where what is right is in none; half of it may lack one.
+    chance = nothing | {(0, 2): "7"}
+    assert statistics(samples_of([[1, 1, 0]], chance), [3]).majority_at == {}
+    chance[0, 0] = "w"
+    assert statistics(samples_of([[1, 1, 0]], chance), [3]).majority_at[3].value == 1.0
 
 
 def test_a_sample_is_right_from_a_given_score_on_and_rounding_does_not_matter():

@@ -1,6 +1,9 @@
 """The engines of one task, kept side by side."""
 
 import asyncio
+import logging
+import math
+import time
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -9,7 +12,13 @@ from relax_hpc import heartbeat
 from relax_hpc.errors import RelaxError
 from relax_hpc.roles.engine.host import EngineHost
 
+log = logging.getLogger(__name__)
+
 BEAT_S = 1.0
+_STILL_S = 1.5
+"""Standing still of the event loop for longer than this is told of."""
+_SAID_S = 60.0
+"""Seconds between two warnings of that."""
 
 
 @contextmanager
@@ -25,10 +34,21 @@ def kept(made: Iterable[EngineHost]) -> Iterator[list[EngineHost]]:
 
 
 async def _beat() -> None:
-    """Says that the event loop turns."""
+    """Says that the event loop turns, and when it does not for a while."""
+    said = -math.inf
     while True:
         heartbeat.beat()
+        begin = time.monotonic()
         await asyncio.sleep(BEAT_S)
+        late = time.monotonic() - begin - BEAT_S
+        if late > _STILL_S and begin > said + _SAID_S:
+            said = begin
+            log.warning(
+                "the event loop of this task stood still for %.1f s, and all of its episodes: "
+                "an environment, or what else is called in it, waits without `await`; use "
+                "asyncio.sleep, an asynchronous client or asyncio.to_thread",
+                late,
+            )
 
 
 async def while_kept(hosts: Sequence[EngineHost], loop: Coroutine[Any, Any, None]) -> None:

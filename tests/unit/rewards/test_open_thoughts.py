@@ -6,6 +6,7 @@ import json
 import pytest
 from episode_fakes import answer
 from roles.role_fakes import config
+from transformers import AddedToken
 
 from relax_hpc.config.reward import RewardConfig
 from relax_hpc.demo import checkpoint
@@ -60,6 +61,17 @@ def test_what_the_user_says_of_the_tags_opens_none(asked):
     assert not opens(PLAIN, "", asked)
     assert not opens("{{ messages[0].content }} A:", "Well: ", asked)
     assert opens(PLAIN, "<think>", asked)
+
+
+@pytest.mark.parametrize(("special", "is_open"), [(False, True), (True, False)])
+def test_where_the_end_of_a_thought_is_in_no_text_none_is_open(special, is_open):
+    """Of such a tokenizer a response never shows `</think>`: it would count for nothing."""
+    tokenizer = checkpoint.tokenizer()
+    tokenizer.chat_template = PLAIN
+    tokenizer.add_tokens([AddedToken("</think>", special=special)], special_tokens=special)
+    there = Conversation(tokenizer, chat_template=True, assistant_prefix="<think>\n")
+    asked = there.encode("a test", [{"role": "user", "content": "1+2="}])
+    assert there.opens_thought(asked) is is_open
 
 
 def test_without_an_end_such_a_response_has_no_final_text():

@@ -1,6 +1,7 @@
 """How a rollout task is put together from the settings, and what ends it."""
 
 import asyncio
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.order import VERSION
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.engine import hosts
 from relax_hpc.roles.idle import Idle
 from relax_hpc.roles.rollout import build as rollout_task
 from relax_hpc.roles.rollout import episodes, prompt_check, row_check
@@ -140,6 +142,23 @@ def test_a_rollout_task_ends_with_its_loop_or_with_an_engine_that_does_not_come_
         with pytest.raises((RelaxError, ValueError), match=match):
             asyncio.run(run())
     assert ended == [True]
+
+
+@pytest.mark.parametrize(("blocks_s", "is_told"), [(0.25, True), (0.02, False)])
+def test_a_loop_that_stands_still_is_told_of_once_in_a_while(
+    blocks_s, is_told, monkeypatch, caplog
+):
+    monkeypatch.setattr(hosts, "BEAT_S", 0.01)
+    monkeypatch.setattr(hosts, "_STILL_S", 0.15)
+
+    async def loop():
+        for _ in range(3):
+            time.sleep(blocks_s)
+            await asyncio.sleep(0.05)
+
+    asyncio.run(rollout_task.while_kept([], loop()))
+    said = [each for each in caplog.messages if "stood still for 0." in each]
+    assert len(said) == is_told
 
 
 class Host:
