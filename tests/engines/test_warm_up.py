@@ -6,7 +6,7 @@ import time
 import megatron_worker as worker
 import numpy as np
 import pytest
-from megatron_reference import dense
+from megatron_reference import dense, mixture
 from megatron_worker import job, trajectories
 from sglang_under_test import SGLANG_PYTHON
 
@@ -16,10 +16,17 @@ from relax_hpc.errors import EngineError
 
 
 @pytest.mark.parametrize(
-    ("size", "options"), [(1, {}), (2, {"layout": {"pipeline_parallel": 2}}), (2, {"dp": 2})]
+    ("size", "options"),
+    [
+        (1, {}),
+        (2, {"layout": {"pipeline_parallel": 2}}),
+        (2, {"dp": 2}),
+        (2, {"dp": 2, "optimizer": {"ddp": {"overlap_grad_reduce": True, "bucket_size": 9000}}}),
+        (2, {"layout": {"data_parallel": 2, "expert_parallel": 2}}),
+    ],
 )
 def test_a_trainer_that_warmed_up_makes_the_same_updates(ranks, tmp_path, size, options):
-    dense(tmp_path)
+    (mixture if "expert_parallel" in options.get("layout", {}) else dense)(tmp_path)
     (rows, advantages), found = trajectories(9), []
     for warm in (False, True):
         pool = ranks[size]
