@@ -126,9 +126,9 @@ def test_a_try_that_hangs_is_given_up_and_another_may_succeed(service):
 
 def test_all_tries_together_keep_the_budget_and_the_last_reason_is_said(service):
     begun = time.monotonic()
-    with pytest.raises(remote.BusyError, match=r"no reply in 0\.1 s; gave up after 0\.5 s"):
-        ask(service, ("hang", b""), timeout_s=0.1, retries=1000, budget_s=0.5)
-    assert 0.4 < time.monotonic() - begun < 1.5 and len(service.asked) >= 2
+    with pytest.raises(remote.BusyError, match=r"no reply in 0\.1 s; gave up after 1\.5 s"):
+        ask(service, ("hang", b""), timeout_s=0.1, retries=1000, budget_s=1.5)
+    assert 1.4 < time.monotonic() - begun < 5 and len(service.asked) >= 2
 
 
 @pytest.mark.parametrize(
