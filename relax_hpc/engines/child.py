@@ -56,7 +56,7 @@ class EngineProcess:
         self._started = time.monotonic()
         self._control: EngineClient | None = None
         self.remedy_for: Callable[[str], str] = lambda _: ""
-        """Its output -> what may help; "" if nothing is known."""
+        """Says what may help, by the output; "" if nothing is known."""
 
     @property
     def pid(self) -> int:

@@ -40,9 +40,14 @@ def test_a_node_that_calls_itself_loopback_is_reached_as_its_launcher_reaches_it
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(socket, "gethostbyname", lambda _: named)
     monkeypatch.setattr(address, "_towards", {"10.9.0.1": "10.9.0.2"}.get)
-    interfaces = {"lo": "127.0.0.1", "eth0": "10.8.0.2", "ib0": "10.9.0.2"}
-    known = {name: [SimpleNamespace(address=each)] for name, each in interfaces.items()}
-    monkeypatch.setattr(address.psutil, "net_if_addrs", lambda: known)
+    own = {"lo": "127.0.0.1", "eth0": "10.8.0.2", "ib0": "10.9.0.2"}
+    assert_taken(monkeypatch, environment, own, taken, interface)
+
+
+def assert_taken(monkeypatch, environment, own, taken, interface):
+    """A node with these addresses, by interface, says one of them, and gloo takes the interface."""
+    cards = {name: [SimpleNamespace(address=each)] for name, each in own.items()}
+    monkeypatch.setattr(address.psutil, "net_if_addrs", lambda: cards)
     assert address.node_address() == taken
     address.settle_gloo()
     assert environment.get("GLOO_SOCKET_IFNAME") == interface
@@ -86,12 +91,8 @@ def test_on_the_node_that_starts_the_steps_the_way_to_the_jobs_others_counts(
     monkeypatch.setattr(socket, "gethostbyname", look_up)
     ways = {"10.9.0.2": "10.9.0.1", "10.9.0.4": "10.9.0.1", "192.0.2.1": "10.8.0.1"}
     monkeypatch.setattr(address, "_towards", ways.get)
-    interfaces = {"lo": "127.0.0.1", "eth0": "10.8.0.1", "ib0": "10.9.0.1"}
-    cards = {name: [SimpleNamespace(address=each)] for name, each in interfaces.items()}
-    monkeypatch.setattr(address.psutil, "net_if_addrs", lambda: cards)
-    assert address.node_address() == taken
-    address.settle_gloo()
-    assert environment.get("GLOO_SOCKET_IFNAME") == interface
+    own = {"lo": "127.0.0.1", "eth0": "10.8.0.1", "ib0": "10.9.0.1"}
+    assert_taken(monkeypatch, environment, own, taken, interface)
 
 
 def test_the_ends_of_a_list_of_nodes_are_read_as_slurm_writes_them():
