@@ -30,6 +30,12 @@ def digest():
     return state.hexdigest()
 
 
+def undecayed():
+    """The shapes of this rank's shares of parameters that have no weight decay."""
+    groups = _state["trainer"]._optimizer.param_groups
+    return [tuple(p.shape) for group in groups if not group["wd_mult"] for p in group["params"]]
+
+
 def _tensors(trainer):
     for chunk in trainer._chunks:
         yield from filter(torch.is_tensor, chunk.state_dict().values())

@@ -25,13 +25,13 @@ def dense(folder, *, tied=False, layers=2):
     return _save(Qwen3ForCausalLM, config, folder)
 
 
-def narrow(folder, *, tied=True):
+def narrow(folder, *, tied=True, vocab=VOCAB):
     """A narrower one of four layers, quick to save."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=vocab, hidden_size=32, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, intermediate_size=48, max_position_embeddings=256,
         tie_word_embeddings=tied, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     )  # fmt: skip

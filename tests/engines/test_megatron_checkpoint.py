@@ -118,6 +118,21 @@ def test_every_data_parallel_rank_writes_its_share(ranks, folder, tmp_path):
     assert max(sizes) < 1.1 * min(sizes)
 
 
+def test_a_rank_may_have_no_share_of_what_is_not_decayed(ranks, tmp_path):
+    """Of two ranks one updates a part of the embedding alone: none of its parameters is a norm."""
+    pool = open_grid(ranks, narrow(tmp_path / "large", vocab=4096), "dp2")
+    assert [] in pool.call(checkpoint_worker.undecayed)
+    pool.call(worker.train, **BATCH, num_steps=2)
+    pool.call(worker.save, folder=tmp_path / "second")
+    before = pool.call(checkpoint_worker.digest)
+    pool.call(worker.train, **BATCH)
+    third = pool.call(checkpoint_worker.digest)
+    assert pool.call(worker.load, folder=tmp_path / "second") == [2, 2]
+    assert pool.call(checkpoint_worker.digest) == before
+    pool.call(worker.train, **BATCH)
+    assert pool.call(checkpoint_worker.digest) == third
+
+
 def test_training_on_does_not_change_what_is_being_saved(ranks, folder, tmp_path):
     for grid in ("tp2", "dp2"):
         pool = open_grid(ranks, folder, grid)

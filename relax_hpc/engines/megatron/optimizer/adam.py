@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 
 class ShardedAdamW(torch.optim.AdamW):
-    """Torch's state and groups, so that Megatron saves and loads them; the update is `update`."""
+    """Torch's state and groups, where Megatron looks for them; the update is `update`."""
 
     def __init__(
         self,
@@ -90,23 +90,9 @@ class ShardedAdamW(torch.optim.AdamW):
             else:
                 adamw(*shard, state["exp_avg"], state["exp_avg_sq"], step)
         self._update_far(far)
-        for group in self.param_groups:  # where Megatron looks with Transformer Engine installed
-            group["step"] = next((int(self.state[p]["step"]) for p in group["params"]), 0)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         raise NotImplementedError("gradients are not the parameters': use update")
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copies into the state, which keeps its types and place; torch's would replace it."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in loaded.items() if key != "params"})
-        for number, values in state_dict["state"].items():
-            state = self.state[parameters[number]]
-            state["step"] = values["step"].clone()  # Megatron gives all of them one tensor
-            for key in ("exp_avg", "exp_avg_sq"):
-                if values[key] is not state[key]:
-                    state[key].copy_(values[key])
 
     def _move_out(self, shards: Sequence[Shard], fraction: float) -> HostMemory | None:
         room = fraction * sum(shard.main.numel() for shard in shards)
