@@ -130,7 +130,7 @@ def film(file: Path) -> None:
     random = np.random.default_rng(int(re.sub(r"\D", "", file.stem)))
     grains = random.integers(0, 12, (8, *drawn.shape), np.uint8)
     with av.open(str(file.with_suffix(".mp4")), "w") as container:
-        how = {"preset": "ultrafast", "crf": "34"}
+        how = {"preset": "ultrafast", "crf": "20"}
         stream = container.add_stream("libx264", rate=30, options=how)
         stream.width, stream.height, stream.pix_fmt = 1280, 720, "yuv420p"
         for number in range(30 * seconds):

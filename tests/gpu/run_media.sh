@@ -64,6 +64,7 @@ timeout "${LIMIT:-400}" python3 -m relax_hpc submit "$job" --follow "${place[@]}
   --set launch.max_restarts=0 "${@:4}" || status=$?
 run="$work/runs/media"
 python3 tests/gpu/run_figures.py "$run" | tee "$out/figures.txt" || true
+((status == 0)) || python3 -m relax_hpc cancel "$run" || true # one that took too long goes on
 ((status == 0)) || tail -n 30 "$run"/logs/*.log || true
 tar -C "$run" -cJf "$out/run.tar.xz" events logs || true
 exit "$status"
