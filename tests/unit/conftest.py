@@ -30,8 +30,8 @@ num_steps = 5
 prompts_per_step = 4
 """
 PROMPTS = {
-    "train": {"prompt": "1+1=", "answer": "2"},
-    "heldout": {"prompt": "1+2=", "answer": "3"},
+    "train": [{"prompt": f"1+{n}=", "answer": f"{1 + n}"} for n in (1, 3, 4, 5)],
+    "heldout": [{"prompt": "1+2=", "answer": "3"}],
 }
 
 
@@ -49,8 +49,8 @@ def job(tmp_path, tiny_model, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_model, "model")
     Path("job.toml").write_text(JOB)
-    for name, prompt in PROMPTS.items():
-        Path(f"{name}.jsonl").write_text(json.dumps(prompt) + "\n")
+    for name, rows in PROMPTS.items():
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
 
 

@@ -10,7 +10,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import load
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import tokenizer
-from relax_hpc.roles.rollout import prompt_check, row_check
+from relax_hpc.roles.rollout import check, prompt_check, row_check
 from relax_hpc.roles.sft import build as sft_task
 from relax_hpc.roles.sft import document_check
 
@@ -65,6 +65,24 @@ def test_check_says_where_the_answer_seems_to_be_in_the_prompt(job):
         config, prompt_check.read(config), tokenizer.load(Path("model"))
     )
     assert prompt_check.check_sample(config, sources) == []
+
+
+def test_check_says_where_there_are_fewer_rows_than_are_asked_for_at_once(job):
+    write("train.jsonl", [GOOD] * 5)
+    write("heldout.jsonl", [GOOD] * 3)
+
+    def said(*settings):
+        config = load(Path("job.toml"), [*settings])
+        files = prompt_check.read(config)
+        sources = prompt_check.sources_of(config, files, tokenizer.load(Path("model")))
+        return [*check.few_rows(config, sources)]
+
+    assert said("schedule.prompts_per_step=5", "eval.heldout.num_prompts=3") == []
+    assert said("schedule.prompts_per_step=6", "eval.heldout.num_prompts=4") == [
+        "schedule.prompts_per_step = 6: prompts.train has 5 rows, so every step has prompts more "
+        "than once",
+        "eval.heldout.num_prompts = 4: eval.heldout.path has 3 rows, and all of them are used",
+    ]
 
 
 def test_a_share_is_measured_against_the_trainer_and_the_model(many):

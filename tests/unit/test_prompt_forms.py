@@ -216,7 +216,7 @@ def test_every_turn_of_an_episode_is_asked_with_arguments_and_prefix(tmp_path, t
         ("prompts={chat_template=false,system='Add.'}", ": system needs chat_template = true; use"),
         ("prompts={chat_template=false,template_args={x=1}}", ": template_args needs chat_templ"),
         ("prompts.columns.answer='solution'", "line 1: has no solution; it has prompt, answer"),
-        ("prompts.columns.source='set'", "prompts.columns.source = 'set': none of the 1 rows that"),
+        ("prompts.columns.source='set'", "prompts.columns.source = 'set': none of the 4 rows that"),
         ("prompts.columns.tools='can'", "looked at has it; the first has prompt, answer"),
         ("prompts.columns.promt='x'", "unknown key; did you mean prompts.columns.prompt?"),
     ],

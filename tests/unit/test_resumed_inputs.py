@@ -17,7 +17,7 @@ def begun(job):
     """The job of a run that has looked at its prompts, and its directory."""
     paths = RunPaths(job / "run")
     paths.prompt_rows(0).parent.mkdir(parents=True)
-    write_json(paths.prompt_rows(0), {"num_rows": {"prompts.train": 1}})
+    write_json(paths.prompt_rows(0), {"num_rows": {"prompts.train": 4}})
     return load(Path("job.toml")), paths
 
 
@@ -33,7 +33,7 @@ def test_other_rows_and_what_is_gone_are_refused_at_once(begun):
     train = Path("train.jsonl")
     row = train.read_text()
     train.write_text(2 * row)
-    with pytest.raises(ConfigError, match=r"prompts.train: has 2 rows, the run was begun with 1"):
+    with pytest.raises(ConfigError, match=r"prompts.train: has 8 rows, the run was begun with 4"):
         _check_inputs(config, paths)
     train.unlink()
     with pytest.raises(ConfigError, match=r"train.jsonl.*: no such file"):

@@ -17,6 +17,7 @@ from relax_hpc.roles.engine import quantized
 from relax_hpc.roles.engine.check import check_engine
 from relax_hpc.roles.role import Say
 from relax_hpc.roles.rollout import prompt_check
+from relax_hpc.roles.rollout.prompt_check import Sources
 
 MOST_TRIED = 1000
 """Prompts of a set among which those of a source are looked for."""
@@ -92,7 +93,7 @@ def check_prompts(config: RunConfig, say: Say) -> None:
     from relax_hpc.prompts.tokenizer import load
 
     sources = prompt_check.sources_of(config, files, load(config.model.path))
-    for remark in prompt_check.check_sample(config, sources):
+    for remark in [*prompt_check.check_sample(config, sources), *few_rows(config, sources)]:
         say(remark)
     try_reward(config, sources.train)
     for remark in unscored(config, files):
@@ -100,6 +101,23 @@ def check_prompts(config: RunConfig, say: Say) -> None:
     found = prompt_check.overlap_of(config, files, MOST_COMPARED)
     for line in overlap.lines(found, num_examples=1):
         say(line)
+
+
+def few_rows(config: RunConfig, sources: Sources) -> Iterator[str]:
+    """Says where the data has fewer rows than the job asks for at once."""
+    size, rows = config.schedule.prompts_per_step, sources.train.num_rows
+    if rows < size:
+        yield (
+            f"schedule.prompts_per_step = {size:,}: {sources.train_key} has {rows:,} rows, so "
+            "every step has prompts more than once"
+        )
+    for name, source in sources.heldout.items():
+        held = config.eval[name]
+        if "num_prompts" in held.model_fields_set and source.num_rows < held.num_prompts:
+            yield (
+                f"eval.{name}.num_prompts = {held.num_prompts:,}: eval.{name}.path has "
+                f"{source.num_rows:,} rows, and all of them are used"
+            )
 
 
 def try_reward(config: RunConfig, source: PromptSource) -> None:
