@@ -193,7 +193,7 @@ def test_of_a_long_file_few_places_are_kept_and_every_line_is_found(
     expected = [n for n in range(1, 38) if n not in blank]
     assert len(found._starts) <= max(most_marks, 1) and len(found) == len(expected) + 1
     for index, number in enumerate(expected):
-        assert found[index] == (f"{path}, line {number}", {"n": number}, tmp_path)
+        assert found[index] == rows.Row(f"{path}, line {number}", {"n": number}, tmp_path)
         assert found.where(index) == f"{path}, line {number}"
     assert found.where(len(expected)) == f"{path}, line 38"
     assert sum(found.blocks.sizes) == len(found)
@@ -244,7 +244,7 @@ def test_a_set_of_a_hub_needs_the_library_and_is_read_by_row(tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     found = open_rows(Path("hf:a/b:main/train[5:]"), Path("hf:gsm8k/test[:1]"))
     assert asked == [("a/b", "main", "train"), ("gsm8k", None, "test")]
-    assert len(found) == 296 and found[0] == ("hf:a/b:main/train, row 5", {"n": 5}, None)
+    assert len(found) == 296 and found[0] == rows.Row("hf:a/b:main/train, row 5", {"n": 5})
     assert list(found.blocks.sizes) == [251, 44, 1]
     assert paths_of(Path("hf:a/b/train")) == []
     with pytest.raises(ConfigError, match=r"hf:no/where/x: cannot be loaded: offline; correct"):

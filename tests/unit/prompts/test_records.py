@@ -211,3 +211,20 @@ def test_the_event_loop_turns_while_a_row_group_is_read_and_rows_that_are_held_a
         return [(await each).prompt for each in late]
 
     assert asyncio.run(run()) == [texts[39], texts[11]]
+
+
+@pytest.mark.parametrize("column", ["answer", "reward_model.ground_truth"])
+def test_a_row_of_parquet_without_an_answer_is_told_so_and_not_to_rename_a_column(tmp_path, column):
+    outer, _, inner = column.partition(".")
+    answers = [{inner: each} if inner else each for each in ("2", None)]
+    path = tmp_path / "some.parquet"
+    pq.write_table(pa.table({"prompt": ["1+1=", "1+2="], outer: answers}), path)
+    source = opened(train=path, columns={"answer": column})
+    assert source.records[0].answer == "2"
+    with pytest.raises(ConfigError) as refused:
+        source.records[1]
+    assert str(refused.value).endswith(
+        f"some.parquet, row 1: {column} has no value; write one, or remove the row"
+    )
+    with pytest.raises(ConfigError, match=rf"row 0: has no result; it has prompt, {column}; set "):
+        opened(train=path, columns={"answer": "result"}).records[0]
