@@ -25,8 +25,12 @@ pytestmark = pytest.mark.usefixtures("slurm_cluster")
 def folder(tmp_path):
     tokens = checkpoint.tokenizer()
     checkpoint.save(tmp_path / "model", checkpoint.model(tokens, seed=0), tokens)
-    for name, prompt in {"prompts": "1+1=", "heldout": "2+0="}.items():
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "2"}))
+    for name, prompts in {
+        "prompts": ("1+1=", "0+2=", "4-2=", "2*1="),
+        "heldout": ("2+0=",),
+    }.items():
+        rows = (json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in prompts)
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
     (tmp_path / "job.toml").write_text(JOB)
     return tmp_path
 

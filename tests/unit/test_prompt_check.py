@@ -79,9 +79,9 @@ def test_check_says_where_there_are_fewer_rows_than_are_asked_for_at_once(job):
 
     assert said("schedule.prompts_per_step=5", "eval.heldout.num_prompts=3") == []
     assert said("schedule.prompts_per_step=6", "eval.heldout.num_prompts=4") == [
-        "schedule.prompts_per_step = 6: prompts.train has 5 rows, so every step has prompts more "
+        "schedule.prompts_per_step = 6: rows in prompts.train: 5, so every step has prompts more "
         "than once",
-        "eval.heldout.num_prompts = 4: eval.heldout.path has 3 rows, and all of them are used",
+        "eval.heldout.num_prompts = 4: rows in eval.heldout.path: 3, and all of them are used",
     ]
 
 

@@ -108,15 +108,15 @@ def few_rows(config: RunConfig, sources: Sources) -> Iterator[str]:
     size, rows = config.schedule.prompts_per_step, sources.train.num_rows
     if rows < size:
         yield (
-            f"schedule.prompts_per_step = {size:,}: {sources.train_key} has {rows:,} rows, so "
+            f"schedule.prompts_per_step = {size:,}: rows in {sources.train_key}: {rows:,}, so "
             "every step has prompts more than once"
         )
     for name, source in sources.heldout.items():
         held = config.eval[name]
         if "num_prompts" in held.model_fields_set and source.num_rows < held.num_prompts:
             yield (
-                f"eval.{name}.num_prompts = {held.num_prompts:,}: eval.{name}.path has "
-                f"{source.num_rows:,} rows, and all of them are used"
+                f"eval.{name}.num_prompts = {held.num_prompts:,}: rows in eval.{name}.path: "
+                f"{source.num_rows:,}, and all of them are used"
             )
 
 
