@@ -143,7 +143,8 @@ class HubRows:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Row:
-        return Row(self.where(index), without_none(self._dataset[index]))
+        fields = self._dataset[index]
+        return Row(self.where(index), without_none(fields), given=fields)
 
     def where(self, index: int) -> str:
         return f"{self._name}, row {index}"

@@ -3,7 +3,7 @@
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
@@ -125,7 +125,7 @@ class ParquetRows:
             fields = _CACHE.get(self, number).row(index - self._starts[number])
         except UnicodeDecodeError:
             raise ConfigError(f"{where}: is not UTF-8 text; write the file again") from None
-        return Row(where, without_none(fields), self.path.parent, frozenset(_empty(fields)))
+        return Row(where, without_none(fields), self.path.parent, fields)
 
     def where(self, index: int) -> str:
         return f"{self.path}, row {index}"
@@ -209,14 +209,6 @@ def _kind(type_: "pa.DataType") -> str:
     if pa.types.is_integer(type_) or pa.types.is_floating(type_):
         return "number"
     return str(type_).replace("large_", "").replace("string_view", "string")
-
-
-def _empty(fields: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in fields.items():
-        if value is None:
-            yield prefix + key
-        elif isinstance(value, dict):
-            yield from _empty(value, f"{prefix}{key}.")
 
 
 def without_none(value: Any) -> Any:  # noqa: ANN401

@@ -112,7 +112,7 @@ def nearest(column: str, names: Sequence[str]) -> str:
 
 def _needed(row: Row, key: str, column: str) -> Any:  # noqa: ANN401
     found = _field(row.fields, column)
-    if column in row.empty:
+    if found is _MISSING and _field(row.given or {}, column) is None:
         raise ConfigError(f"{row.where}: {column} has no value; write one, or remove the row")
     if found is _MISSING:
         names = list(_names(row.fields))

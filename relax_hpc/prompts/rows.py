@@ -26,8 +26,8 @@ class Row(NamedTuple):
     fields: dict[str, Any]
     folder: Path | None = None
     """Folder of the file, where paths in it begin; None where the data are in none."""
-    empty: frozenset[str] = frozenset()
-    """Columns, as `Columns` names them, in which the row has no value; its `fields` lack them."""
+    given: dict[str, Any] | None = None
+    """The fields as a table has them, also those without a value, which `fields` lack there."""
 
 
 class Rows(Protocol):

@@ -17,7 +17,6 @@ from relax_hpc.roles.engine import quantized
 from relax_hpc.roles.engine.check import check_engine
 from relax_hpc.roles.role import Say
 from relax_hpc.roles.rollout import prompt_check
-from relax_hpc.roles.rollout.prompt_check import Sources
 
 MOST_TRIED = 1000
 """Prompts of a set among which those of a source are looked for."""
@@ -103,7 +102,7 @@ def check_prompts(config: RunConfig, say: Say) -> None:
         say(line)
 
 
-def few_rows(config: RunConfig, sources: Sources) -> Iterator[str]:
+def few_rows(config: RunConfig, sources: prompt_check.Sources) -> Iterator[str]:
     """Says where the data has fewer rows than the job asks for at once."""
     size, rows = config.schedule.prompts_per_step, sources.train.num_rows
     if rows < size:

@@ -244,7 +244,9 @@ def test_a_set_of_a_hub_needs_the_library_and_is_read_by_row(tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     found = open_rows(Path("hf:a/b:main/train[5:]"), Path("hf:gsm8k/test[:1]"))
     assert asked == [("a/b", "main", "train"), ("gsm8k", None, "test")]
-    assert len(found) == 296 and found[0] == rows.Row("hf:a/b:main/train, row 5", {"n": 5})
+    fields, given = {"n": 5}, {"n": 5, "none": None}
+    assert len(found) == 296
+    assert found[0] == rows.Row("hf:a/b:main/train, row 5", fields, given=given)
     assert list(found.blocks.sizes) == [251, 44, 1]
     assert paths_of(Path("hf:a/b/train")) == []
     with pytest.raises(ConfigError, match=r"hf:no/where/x: cannot be loaded: offline; correct"):
