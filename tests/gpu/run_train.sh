@@ -8,6 +8,7 @@
 #   short        1 GPU of 80 GB     rows of 200 to 2,000 tokens, and short2 on two
 #   four         4 GPUs of 80 GB    32k tokens: DP4, TP2 x DP2, CP2 x DP2, CP4, PP2 x TP2
 #   experts4     4 GPUs of 80 GB    Qwen3-30B-A3B's shape, all layers, EP4, 220 GB of host memory
+#   experts4-139 4 GPUs of 139 GiB  the same with all of the optimizer on the GPUs
 #
 # WHAT unless given: one, and dp2, tp2, dp4, tp4 as far as there are GPUs. OUT gets NAME.json, .txt and .log.
 set -uo pipefail
@@ -57,6 +58,11 @@ for what in "${several[@]}"; do
     experts4)
       measure experts4 --shape qwen3-30b-a3b --tokens 16384 --micro-batches 4 --steps 2 --dp 4 --ep 4 \
         "${lean[@]}" --set actor.optimizer.offload=0.9 --recompute "${RECOMPUTE:-mlp}"
+      ;;
+    experts4-139)
+      experts=(--shape qwen3-30b-a3b --steps 2 --dp 4 --ep 4 "${lean[@]}" --set actor.optimizer.offload=0)
+      measure experts4-8k --tokens 8192 --micro-batches 8 "${experts[@]}" --recompute mlp
+      measure experts4-16k --tokens 16384 --micro-batches 4 "${experts[@]}" --recompute full
       ;;
     *) echo "run_train.sh: what is $what? see its head" >&2 && exit 2 ;;
   esac
