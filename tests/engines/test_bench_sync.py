@@ -19,7 +19,9 @@ def test_tokens_per_second_are_those_between_two_points_of_time():
     assert tokens_per_s([], 0.0, 1.0) == 0.0
 
 
-def test_every_version_is_timed_and_engines_are_compared_with_themselves(checkpoints, tmp_path):
+def test_every_version_is_timed_and_engines_are_compared_with_themselves(
+    checkpoints, tmp_path, capfd
+):
     figures = trial.measure(
         str(checkpoints[0]), {}, kind="embedded", updates=3, in_flight=2, every_s=0.5,
         compare_load=True, overrides=["rollout.max_new_tokens=20"],
@@ -37,3 +39,9 @@ def test_every_version_is_timed_and_engines_are_compared_with_themselves(checkpo
     assert said.endswith(f"{ratio:.3f}")
     kept = json.loads((tmp_path / "sync.json").read_text())
     assert kept["undisturbed_tokens_per_s"] == figures.undisturbed_tokens_per_s
+    # Each was told as soon as it was there, so a bench that is cut off has said them.
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("version ")]
+    assert [line.partition(" (")[0] for line in told] == [
+        f"version {u.version}: paused {1e3 * u.paused:.1f} ms, total {1e3 * u.total:.1f} ms"
+        for u in figures.updates
+    ]

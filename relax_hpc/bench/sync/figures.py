@@ -79,6 +79,19 @@ class Figures:
     """Tokens per second that engines sampled for as long without updates."""
 
 
+def progress(found: Update | Gap) -> str:
+    """A line of what was measured just now."""
+    if isinstance(found, Gap):
+        return _line_of(found)
+    parts = ", ".join(
+        f"{name} {1e3 * found.parts[name]:.1f}" for name in _PARTS if name in found.parts
+    )
+    return (
+        f"version {found.version}: paused {1e3 * found.paused:.1f} ms, total "
+        f"{1e3 * found.total:.1f} ms ({parts})"
+    )
+
+
 def show(figures: Figures, json_file: Path | None) -> str:
     """A line per version, and the medians; if asked for, all of it as JSON."""
     heads = ("version", "paused", "total", *_PARTS, "GB/s")
@@ -91,12 +104,15 @@ def show(figures: Figures, json_file: Path | None) -> str:
     table = aligned(lines)
     if json_file is not None:
         write_json(json_file, {"machine": machine(), **asdict(figures)})
-    gaps = [
+    gaps = map(_line_of, figures.gaps)
+    return "\n".join([f"{machine()}; milliseconds", *table, *_summary(figures), *gaps])
+
+
+def _line_of(gap: Gap) -> str:
+    return (
         f"logprobs at version {gap.version}, {gap.num_tokens} tokens: mean |d| {gap.mean:.2e}, "
         f"largest {gap.largest:.2e}, k3 {gap.k3:.2e}"
-        for gap in figures.gaps
-    ]
-    return "\n".join([f"{machine()}; milliseconds", *table, *_summary(figures), *gaps])
+    )
 
 
 def _summary(figures: Figures) -> list[str]:

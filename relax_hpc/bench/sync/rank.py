@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from relax_hpc.bench.ranks import joined
-from relax_hpc.bench.sync.figures import Gap, Update
+from relax_hpc.bench.sync.figures import Gap, Update, progress
 from relax_hpc.bench.sync.task import ATTEMPT, LOGPROB_VERSIONS, Task
 from relax_hpc.comm.world import World
 from relax_hpc.engines.client import EngineClient
@@ -47,24 +48,25 @@ def run(rank: int, task: Task) -> None:
         seed=task.config.seed, temperature=task.config.temperature, random_weights=not has_weights,
     )  # fmt: skip
     ranks, publisher, sleep = _parts(task, world, scorer, device)
-    published, gaps, naps, began = list[Published](), list[Gap](), list[_Nap](), list[float]()
+    updates, gaps, equal = list[Update](), list[Gap](), True
     for version in range(task.updates + 1):
         check = version in (0, task.updates)
-        naps.append(_put_to_sleep(sleep, device) if sleep and version else _Nap())
-        began.append(time.time())
+        nap, began = _put_to_sleep(sleep, device) if sleep and version else _Nap(), time.time()
         if done := _publish(scorer, ranks, publisher, version, check=check):
-            published.append(done)
+            updates.append(_update_of(done, began, nap))
+            equal = equal and (done.verified is None or done.verified.equal)
+            _say(updates[-1])
         if task.compare_logprobs and version in LOGPROB_VERSIONS:
             gaps.append(_compare(task, world, scorer, version))
+            if publisher:
+                _say(gaps[-1])
         _change(scorer, _STEP if version % 2 else 1 / _STEP)
         time.sleep(task.every_s)  # so that engines are at work again
     if publisher:
         write_json(task.results, {
-            "updates": [
-                asdict(_update_of(*each)) for each in zip(published, began, naps, strict=True)
-            ],
+            "updates": [asdict(update) for update in updates],
             "gaps": [asdict(gap) for gap in gaps],
-            "equal": all(p.verified.equal for p in published if p.verified),
+            "equal": equal,
         })  # fmt: skip
         publisher.close()
     dist.barrier()
@@ -138,6 +140,11 @@ def _publish(
 def _change(scorer: MegatronScorer, factor: float) -> None:
     for parameter in scorer.parameters():
         parameter.mul_(factor)
+
+
+def _say(found: Update | Gap) -> None:
+    """Tells it at once: the rest may be cut off."""
+    sys.stderr.write(progress(found) + "\n")
 
 
 def _update_of(published: Published, began: float, nap: _Nap) -> Update:
