@@ -113,7 +113,7 @@ EVENTS: dict[str, EventKind] = {
             "num_tokens": "",
             "policy_version_min": "",
             "policy_version_max": "",
-            "reward/...": "mean over episodes",
+            "reward/...": "mean over episodes that count, if any does",
             "parts/...": "mean of each part of the reward over the episodes that have it",
             "rollout/...": "likewise of the environment's metrics; media/number, bytes, "
             "tokens, and prepare_s, seconds that a prompt waited for its media; reward/<source>, "

@@ -1,5 +1,6 @@
 """Which prompt groups of a bus are shown."""
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -27,13 +28,16 @@ class Found(NamedTuple):
     """guid -> what sets this prompt group apart."""
 
 
-def choose(paths: BusPaths, asked: Asked, solved_at: float = 1.0) -> Found:
+def choose(
+    paths: BusPaths, asked: Asked, solved_at: float = 1.0, *, masks_errors: bool = False
+) -> Found:
     """Chooses prompt groups; what is gone or not there yet is a remark.
 
     Args:
         paths: of the bus.
         asked: for.
         solved_at: reward from which on a response is right.
+        masks_errors: a response whose reward failed has none.
 
     Raises:
         BusError: not a bus of this format, damage, or a step that is not planned.
@@ -41,7 +45,11 @@ def choose(paths: BusPaths, asked: Asked, solved_at: float = 1.0) -> Found:
     """
     alone = asked.sort == "newest" and asked.step is None and asked.guid is None
     found = survey.take(
-        paths, step=asked.step, guid=asked.guid, newest=asked.groups if alone else None
+        paths,
+        step=asked.step,
+        guid=asked.guid,
+        newest=asked.groups if alone else None,
+        masks_errors=masks_errors,
     )
     remarks = []
     if asked.guid is not None and not found.groups and not _is_planned(paths, asked.guid):
@@ -77,10 +85,15 @@ def _flipped(
 
 _ORDERS: dict[Sort, Callable[[Sequence[Surveyed]], list[Surveyed]]] = {
     "newest": lambda groups: list(reversed(groups)),
-    "best": lambda groups: sorted(groups, key=lambda group: -group.mean_reward),
-    "worst": lambda groups: sorted(groups, key=lambda group: group.mean_reward),
+    "best": lambda groups: sorted(groups, key=lambda group: _worth(group, -1.0)),
+    "worst": lambda groups: sorted(groups, key=lambda group: _worth(group, 1.0)),
     "random": lambda groups: random.Random(_SEED).sample(groups, len(groups)),
 }
+
+
+def _worth(group: Surveyed, sign: float) -> float:
+    """What to sort by; one without any reward is the last."""
+    return math.inf if group.mean_reward is None else sign * group.mean_reward
 
 
 def _is_planned(paths: BusPaths, guid: int) -> bool:

@@ -59,11 +59,19 @@ class Row(NamedTuple):
 class Group(NamedTuple):
     guid: int
     step: int | None
-    mean_reward: float
+    mean_reward: float | None
+    """None where all have failed and are masked."""
     rows: list[Row]
     """By sibling and segment."""
     note: str = ""
     """Sets it apart from others."""
+
+    @property
+    def mean(self) -> str:
+        """What siblings got, in words."""
+        if self.mean_reward is None:
+            return "all rewards failed"
+        return f"mean reward {self.mean_reward:.4g}"
 
 
 class Groups:

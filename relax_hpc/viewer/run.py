@@ -58,7 +58,7 @@ class Sight:
             ConfigError: no such prompt group, or the model's tokenizer cannot be read.
             BusError: damage, or a step that is not planned.
         """
-        found = choose(self._paths.bus, asked, self.solved_at)
+        found = self._choose(asked)
         return View(self._read(found, tokens), found.remarks)
 
     def follow(self, groups: int, tokens: int, *, until: Callable[[], bool]) -> Iterator[View]:
@@ -72,13 +72,20 @@ class Sight:
         seen: set[int] = set()
         while True:
             over = until()  # asked first: what was committed before it became true is shown
-            found = choose(self._paths.bus, Asked("newest", groups), self.solved_at)
+            found = self._choose(Asked("newest", groups))
             fresh = [group for group in found.chosen if group.guid not in seen]
             seen.update(group.guid for group in fresh)
             yield View(self._read(found._replace(chosen=fresh[::-1]), tokens), found.remarks)
             if over:
                 return
             time.sleep(_POLL_S)
+
+    def _choose(self, asked: Asked) -> Found:
+        return choose(self._paths.bus, asked, self.solved_at, masks_errors=self._masks_errors)
+
+    @property
+    def _masks_errors(self) -> bool:
+        return self._config.reward.on_error == "mask"
 
     def _read(self, found: Found, tokens: int) -> Iterator[Group]:
         for chosen in found.chosen:
@@ -90,11 +97,10 @@ class Sight:
     def _groups(self) -> Groups:
         decode = tokenizer.load(self._config.model.path).decode
         words = Words(lambda tokens: str(decode(tokens)))
-        masks_errors = self._config.reward.on_error == "mask"
         return Groups(
             self._paths.bus,
             self._config.algorithm,
             words,
-            masks_errors=masks_errors,
+            masks_errors=self._masks_errors,
             longest=self._config.rollout.max_new_tokens,
         )

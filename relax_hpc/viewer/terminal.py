@@ -28,7 +28,7 @@ def show(console: Console, groups: Iterable[Group], by: By | None) -> int:
     count = 0
     for group in groups:
         where = "not planned yet" if group.step is None else f"step {group.step}"
-        title = f"prompt group {group.guid}, {where}, mean reward {group.mean_reward:.4g}"
+        title = f"prompt group {group.guid}, {where}, {group.mean}"
         say(Text(title, style="bold"))
         if group.note:
             say(Text(group.note, style="yellow"))

@@ -185,7 +185,7 @@ def test_a_folder_for_which_there_was_no_room_is_tried_again_and_the_others_are_
 def test_nothing_new_is_started_while_finished_groups_find_no_space(monkeypatch):
     space, now = [], 100.0
 
-    def publish(producer, groups, events):
+    def publish(producer, groups, events, *, masks_errors):
         if not space:
             raise BusFullError(Path("shard"), OSError(errno.ENOSPC, "no space left"))
 

@@ -148,6 +148,23 @@ def test_parts_of_a_reward_are_named_and_so_is_one_that_failed(run):
     assert "sibling 1: reward 0, which failed, advantage" in out
 
 
+def test_a_reward_that_failed_and_is_masked_is_in_no_mean_and_its_group_comes_last(run):
+    failed = said("a", reward=0.0, reward_error=True)
+    put(run, [failed, said("4", 0, 1, reward=0.6)])
+    put(run, [failed._replace(guid=1)])
+    put(run, [said("4", 2, reward=0.5), said("b", 2, 1, reward=0.1)])
+    out = printed(run, "view", "--text", "--sort", "best")
+    assert re.findall("mean reward (.*)", out) == ["0.3", "0.3", "0"]
+    run.config.write_text(run.config.read_text().replace('"on_error":"zero"', '"on_error":"mask"'))
+    for order, expected in (("best", [0, 2, 1]), ("worst", [2, 0, 1])):
+        out = printed(run, "view", "--text", "--sort", order)
+        heads = re.findall(r"prompt group (\d), not planned yet, (.*)", out)
+        means = {"0": "mean reward 0.6", "1": "all rewards failed", "2": "mean reward 0.3"}
+        assert heads == [(str(guid), means[str(guid)]) for guid in expected]
+    source = page_of(run).source
+    assert "all rewards failed<" in source and 'data-reward=""' in source
+
+
 def test_the_advantage_is_that_of_the_column_where_it_was_written(run):
     produce(run.bus, PRODUCERS[0], [0])
     with SidecarWriter(run.bus, "advantages-0", {}) as writer:

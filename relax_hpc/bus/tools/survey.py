@@ -28,7 +28,7 @@ class Surveyed(NamedTuple):
     record: PlanRecord
     """A plan record of this prompt group alone."""
     rewards: tuple[float, ...]
-    """One of each episode, by sibling."""
+    """One of each episode, by sibling, but of those that are masked."""
     prompt_index: int
     """Prompt of the file: the same one is sampled again in a later epoch."""
 
@@ -37,8 +37,9 @@ class Surveyed(NamedTuple):
         return self.record.guids[0]
 
     @property
-    def mean_reward(self) -> float:
-        return sum(self.rewards) / len(self.rewards)
+    def mean_reward(self) -> float | None:
+        """None where all have failed and are masked."""
+        return sum(self.rewards) / len(self.rewards) if self.rewards else None
 
 
 class Survey(NamedTuple):
@@ -60,6 +61,7 @@ def take(
     step: int | None = None,
     guid: int | None = None,
     newest: int | None = None,
+    masks_errors: bool = False,
 ) -> Survey:
     """Surveys a bus; a shard that is deleted meanwhile counts as deleted.
 
@@ -68,6 +70,7 @@ def take(
         step: only prompt groups that this step trains on.
         guid: only this prompt group.
         newest: only this many, those of the highest ordinals; other shards are not opened.
+        masks_errors: an episode whose reward failed has none.
 
     Raises:
         BusError: not a bus of this format, damage, or a step that is not planned.
@@ -87,7 +90,7 @@ def take(
     plan, sidecars = selection.by_place(read_chain(paths)), selection.sidecars_of(writers)
     for base in there if newest is None else _newest(there, newest):
         try:
-            groups += _groups(paths, base, plan, sidecars)
+            groups += _groups(paths, base, plan, sidecars, masks_errors=masks_errors)
         except DamagedError:
             if paths.shard(*base.place[:3]).exists():
                 raise
@@ -121,18 +124,25 @@ def _newest(bases: Sequence[Base], count: int) -> list[Base]:
 
 
 def _groups(
-    paths: BusPaths, base: Base, plan: Mapping[tuple[str, int], selection.Place], sidecars: Sidecars
+    paths: BusPaths,
+    base: Base,
+    plan: Mapping[tuple[str, int], selection.Place],
+    sidecars: Sidecars,
+    *,
+    masks_errors: bool,
 ) -> Iterator[Surveyed]:
     with Shard(paths.shard(*base.place[:3])) as shard:
         parts = selection.parts_in(shard, base.place)
-        first = shard.read("row/segment") == 0
+        counts = shard.read("row/segment") == 0
+        if masks_errors:
+            counts &= shard.read("row/reward_error") == 0
         rewards = shard.read("row/rewards")
         prompts = shard.read("row/prompt_index")
     for guid, part in parts:
         place = plan.get((part.uuid, part.lo))
         record = selection.group_of(*place) if place else selection.unplanned(guid, part, sidecars)
         rows = slice(part.lo, part.hi)
-        yield Surveyed(record, tuple(rewards[rows][first[rows]].tolist()), int(prompts[part.lo]))
+        yield Surveyed(record, tuple(rewards[rows][counts[rows]].tolist()), int(prompts[part.lo]))
 
 
 def _each_once(groups: Iterable[Surveyed]) -> list[Surveyed]:

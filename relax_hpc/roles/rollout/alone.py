@@ -118,6 +118,7 @@ class Shards:
         self, config: RunConfig, sources: Sources, folders: Folders, events: EventWriter
     ) -> None:
         self._most, self._folders, self._events = config.rollout.groups_per_shard, folders, events
+        self._masks_errors = config.reward.on_error == "mask"
         self._prompts = {
             name: min(settings.num_prompts, len(sources.heldout[name]))
             for name, settings in config.eval.items()
@@ -153,5 +154,5 @@ class Shards:
     def send(self) -> None:
         """Publishes what there is."""
         if self._ready:
-            publish(self._folders, self._ready, self._events)
+            publish(self._folders, self._ready, self._events, masks_errors=self._masks_errors)
             self._ready = []

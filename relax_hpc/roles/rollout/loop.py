@@ -87,7 +87,12 @@ async def run(
     Nothing is remembered outside the bus: what is committed is done, everything else is owed. So a
     task that is killed anywhere goes on where its log ends, with no prompt skipped or doubled.
     """
-    outbox = Outbox(folders, events, groups_per_shard=config.rollout.groups_per_shard)
+    outbox = Outbox(
+        folders,
+        events,
+        groups_per_shard=config.rollout.groups_per_shard,
+        masks_errors=config.reward.on_error == "mask",
+    )
     retired = credit.retired_guid_below if (credit := credits.latest()) else 0
     owed, rest = deque[int](), folders.owed(start=retired)
     pace, end = Pace(config), end or NoEnd()
@@ -195,8 +200,16 @@ def _first(owed: deque[int], rest: Iterator[int]) -> int:
 class Outbox:
     """Finished groups on their way to the bus. A full file system holds them up; it loses none."""
 
-    def __init__(self, folders: Folders, events: EventWriter, *, groups_per_shard: int) -> None:
-        self._folders, self._events = folders, events
+    def __init__(
+        self,
+        folders: Folders,
+        events: EventWriter,
+        *,
+        groups_per_shard: int,
+        masks_errors: bool = False,
+    ) -> None:
+        self._folders = folders
+        self._publish = partial(publish, events=events, masks_errors=masks_errors)
         self._groups_per_shard = groups_per_shard
         self._ready: list[PromptGroup] = []
         self._ready_since = 0.0
@@ -225,13 +238,26 @@ class Outbox:
             return
         left = list[PromptGroup]()
         for lot in self._folders.lots(self._ready):
-            if not self._space.write(partial(publish, self._folders, lot, self._events)):
+            if not self._space.write(partial(self._publish, self._folders, lot)):
                 left += lot
         self._ready = left
 
 
-def publish(folders: Folders, groups: Sequence[PromptGroup], events: EventWriter) -> None:
-    """Commits finished groups of one folder as one shard and says so."""
+def publish(
+    folders: Folders,
+    groups: Sequence[PromptGroup],
+    events: EventWriter,
+    *,
+    masks_errors: bool = False,
+) -> None:
+    """Commits finished groups of one folder as one shard and says so.
+
+    Args:
+        folders: that take it.
+        groups: of one of them.
+        events: that tell of it.
+        masks_errors: an episode whose reward failed is not in the mean.
+    """
     start = time.perf_counter()
     folders.put(groups)
     rows = [row for group in groups for row in group.trajectories]
@@ -239,6 +265,7 @@ def publish(folders: Folders, groups: Sequence[PromptGroup], events: EventWriter
     if not rows:
         return
     first = [row for row in rows if not row.segment]
+    rewards = [row.reward for row in first if not (masks_errors and row.reward_error)]
     told = {"parts": [row.parts for row in first],
             "rollout": [metrics for group in groups for metrics in group.metrics]}  # fmt: skip
     counts = Counter(f"{area}/{name}" for area in told for each in told[area] for name in each)
@@ -252,7 +279,7 @@ def publish(folders: Folders, groups: Sequence[PromptGroup], events: EventWriter
         num_tokens=sum(len(row.token_ids) for row in rows),
         policy_version_min=min(row.policy_version_min for row in rows),
         policy_version_max=max(row.policy_version_max for row in rows),
-        **{"reward/mean": float(np.mean([row.reward for row in first]))},
+        **({"reward/mean": float(np.mean(rewards))} if rewards else {}),
         **means_of("parts", told["parts"]),
         **means_of("rollout", told["rollout"]),
         counts={name: count for name, count in counts.items() if count < len(first)},

@@ -353,6 +353,18 @@ def test_what_engines_say_of_a_request_comes_with_its_prompt_and_of_what_kind_it
         asyncio.run(made.run(prompt, records, made.how(1.0), 31, [0, 1]))
 
 
+@pytest.mark.parametrize(("masks_errors", "mean"), [(True, 1.0), (False, 0.5)])
+def test_a_reward_that_failed_is_in_the_mean_of_a_shard_unless_it_is_masked(masks_errors, mean):
+    rows = [row(5, 0, reward=1.0), row(5, 1)._replace(reward_error=True)]
+    events = Events()
+    publish(Folder(Journal()), [PromptGroup(5, rows)], events, masks_errors=masks_errors)
+    publish(Folder(Journal()), [PromptGroup(6, rows[1:])], events, masks_errors=masks_errors)
+    first, second = events.of("shard")
+    assert first["reward/mean"] == mean
+    assert second.get("reward/mean") == (None if masks_errors else 0.0)
+    assert [first["num_episodes"], second["num_episodes"]] == [2, 1]
+
+
 def test_the_event_of_a_shard_counts_media_once_and_tokens_of_every_row():
     shown = Medium(MediaKind.PNG, np.zeros(700, np.uint8), (1, 4, 4), b"a" * 16)
     other = Medium(MediaKind.WAV, np.zeros(90, np.uint8), canonical_xxh3=b"b" * 16)
