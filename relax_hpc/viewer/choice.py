@@ -92,7 +92,7 @@ _ORDERS: dict[Sort, Callable[[Sequence[Surveyed]], list[Surveyed]]] = {
 
 
 def _worth(group: Surveyed, sign: float) -> float:
-    """What to sort by; one without any reward is the last."""
+    """Returns a key to sort by; a group without any reward is the last."""
     return math.inf if group.mean_reward is None else sign * group.mean_reward
 
 

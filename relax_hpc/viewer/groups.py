@@ -68,7 +68,7 @@ class Group(NamedTuple):
 
     @property
     def mean(self) -> str:
-        """What siblings got, in words."""
+        """Says the mean reward in words."""
         if self.mean_reward is None:
             return "all rewards failed"
         return f"mean reward {self.mean_reward:.4g}"
