@@ -115,9 +115,9 @@ EVENTS: dict[str, EventKind] = {
             "policy_version_max": "",
             "reward/...": "mean over episodes that count, if any does",
             "parts/...": "mean of each part of the reward over the episodes that have it",
-            "rollout/...": "likewise of the environment's metrics; media/number, bytes, "
-            "tokens, and prepare_s, seconds that a prompt waited for its media; reward/<source>, "
-            "that of prompts of each of several sources",
+            "rollout/...": "likewise of the environment's metrics; time/episode, seconds from its "
+            "begin to its end, and time/reward, that the job's reward took; media/number, bytes, "
+            "tokens, prepare_s, seconds until media were there; reward/<source>, of each source",
             "counts": "episodes that have it, by name of a mean, where these are not all",
         },
         {"rollout/...": "rollout/..."},

@@ -20,7 +20,8 @@ from relax_hpc.environments.single_turn import SingleTurn
 from relax_hpc.errors import ConfigError
 from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.source import Prompt
-from relax_hpc.roles.rollout.episodes import Grouper
+from relax_hpc.rewards.contract import Score
+from relax_hpc.roles.rollout.episodes import Episodes, Grouper
 from relax_hpc.roles.rollout.loop import means_of, publish
 from relax_hpc.sampling.how import How
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
@@ -335,7 +336,31 @@ def test_metrics_of_episodes_are_means_over_those_that_have_them(tokens):
     counted = [{"calls": 2, "found": True}, {"calls": 1}]
     each = episodes(config(), engine, None, Forks(2, 1, metrics=counted), conversation)
     made = asyncio.run(Grouper(config(), Prompts({5: prompt_of(conversation)}), each)(5, 0))
-    assert means_of("rollout", made.metrics) == {"rollout/calls": 1.5, "rollout/found": 1.0}
+    means = means_of("rollout", made.metrics)
+    assert means.pop("rollout/time/episode") > 0.0
+    assert means == {"rollout/calls": 1.5, "rollout/found": 1.0}  # it gave the reward, too
+
+
+def test_seconds_of_episodes_and_of_the_reward_are_told_apart(tokens):
+    class Slow:
+        waits = iter((0.05, 0.15))
+
+        async def rollout(self, prompt, session):
+            await asyncio.sleep(next(self.waits))
+            await session.chat()
+            return Outcome()
+
+    async def score(samples):
+        await asyncio.sleep(0.3)
+        return [Score(1.0) for _ in samples]
+
+    conversation = Conversation(tokens, chat_template=True)
+    engine = Engine(tokens, *["3<|im_end|>"] * 2)
+    each = Episodes(config(), Slow(), engine, conversation, score, max_tokens=100)
+    made = asyncio.run(Grouper(config(), Prompts({5: prompt_of(conversation)}), each)(5, 0))
+    first, second = made.metrics
+    assert 0.05 <= first["time/episode"] < 0.15 <= second["time/episode"] < 0.3
+    assert 0.3 <= first["time/reward"] == second["time/reward"] < 0.6
 
 
 class Committed:

@@ -89,9 +89,7 @@ def test_a_batch_is_published_when_its_last_group_is_done_and_not_before():
 
 def test_a_finished_group_does_not_wait_long_for_others(monkeypatch):
     published = []
-    monkeypatch.setattr(
-        rollout, "publish", lambda producer, groups, **_: published.append(groups)
-    )
+    monkeypatch.setattr(rollout, "publish", lambda producer, groups, **_: published.append(groups))
     outbox = rollout.Outbox(Folder(), Events(), groups_per_shard=3)
     first, second = PromptGroup(0, []), PromptGroup(1, [])
     outbox.add([first])

@@ -147,8 +147,11 @@ class Episodes:
         return await self._scored(prompt, records, played, metrics)
 
     async def _played(self, prompt: Prompt, group: Hashable, session: Session) -> "_Played":
+        begun = time.perf_counter()
         try:
-            return _played(await self._environment.rollout(prompt, session))
+            found = _played(await self._environment.rollout(prompt, session))
+            took = {"time/episode": time.perf_counter() - begun}
+            return found._replace(metrics={**found.metrics, **took})
         except Exception as error:
             failure = session.failure or error  # of engines, whatever became of it on the way
             if isinstance(failure, DeadlyRequestError):
@@ -207,7 +210,9 @@ class Episodes:
         left = [n for n in range(len(played)) if n not in known]
         scores = dict(zip(known, self._noted([*known.values()], prompt.source), strict=True))
         if left:
+            begun = time.perf_counter()
             given = await self._score([self._sample(prompt, records[n]) for n in left])
+            metrics = {**metrics, "time/reward": time.perf_counter() - begun}
             scores |= dict(zip(left, map(self._named, given), strict=True))
         return [
             Episode(record, scores[n], {**each.metrics, **metrics})
