@@ -4,7 +4,7 @@
 # Further arguments go to `relax-hpc submit`, such as --set weights.quantize=fp8.
 #
 # PACK is a folder with setup.sh and wheels/, as for run_hetjob.sh. OUT gets the run's events and logs,
-# what `relax-hpc timeline` says, and its picture. LIMIT: seconds.
+# figures.txt, what `relax-hpc timeline` says, and its picture. LIMIT: seconds.
 set -euo pipefail
 pack=$(cd "$1" && pwd)
 out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
@@ -21,6 +21,7 @@ timeout "${LIMIT:-420}" python3 -m relax_hpc submit jobs/qwen3-0.6b.toml --local
   --set weights.checksum_every=1 --set launch.max_restarts=0 "${@:2}" || status=$?
 run="$work/runs/colocated"
 tar -C "$run" -cJf "$out/run.tar.xz" events logs || true
+python3 tests/gpu/run_figures.py "$run" | tee "$out/figures.txt" || true
 python3 -m relax_hpc timeline "$run" --out "$out/timeline.png" | tee "$out/timeline.txt" || true
 ((status == 0)) || tail -n 40 "$run"/logs/*.log || true
 exit "$status"
