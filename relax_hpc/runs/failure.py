@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,6 +50,9 @@ _STATES = {
 }
 """Slurm's words for the end of a job that say why."""
 
+_KILLED = {"SIGKILL": ("by somebody, or by its node for want of memory (resources.mem)", "")}
+"""Signal -> who may have sent it, and no task that said so."""
+
 _UNSEEN = (
     "Slurm began no log of its script in {}: it seems that its first node does not see that "
     "folder, or may not write there; submit a run whose run_root every node sees at the same path"
@@ -74,11 +78,24 @@ def found(run_dir: Path, launched: LaunchRecord, state: str) -> Failure:
         said = _STATES.get(state, lines[-1] if lines else words)
         return Failure(said, str(script_log) if lines else "")
     failed = f"failed {end.starts} times" if end.starts > 1 else "failed"
-    how = f"{end.component} {failed}, exit code {end.code}"
-    names = end.component.split("+")
-    why, task = last_error(run_dir, names, launched.time) or last_words(launched, names)
+    killed, names = signal_of(end.code), end.component.split("+")
+    how = f"{end.component} {failed}, " + (
+        f"killed by {killed}" if killed else f"exit code {end.code}"
+    )
+    # One that was killed could not say why: the last that it printed is anything.
+    why, task = last_error(run_dir, names, launched.time) or (
+        _KILLED.get(killed, ("", "")) if killed else last_words(launched, names)
+    )
     log = _log_of(launched, task) or script_log
     return Failure(f"{how}: {why}" if why else how, str(log))
+
+
+def signal_of(code: int) -> str:
+    """Names the signal that ended a program with this exit code; empty if none did."""
+    try:
+        return signal.Signals(code - 128).name if code > 128 else ""
+    except ValueError:
+        return ""
 
 
 def _log_of(launched: LaunchRecord, task: str) -> Path | None:

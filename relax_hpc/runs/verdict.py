@@ -8,7 +8,6 @@ The job's script tells it here as it supervises, and so do who requeues, cancels
 import argparse
 import json
 import re
-import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -171,7 +170,7 @@ def judge(run_dir: Path, job_id: str, what: What, failed: Failed, done: str = ""
     """
     names = failed.component.split("+")
     error, task = failure.last_error(run_dir, names, failed.since, failed.ranks) or ("", "")
-    killed = _signal(failed.code)
+    killed = failure.signal_of(failed.code)
     if not error and not killed:
         with suppress(ConfigError):  # the job may begin before it is recorded
             error, task = failure.last_words(record.read(run_dir), names, failed.ranks)
@@ -204,13 +203,6 @@ def _done(what: What, failed: Failed) -> str:
         times = "once" if failed.failures == 1 else f"{failed.failures} times"
         return f"failed {times} within {window}, which ended the run"
     return "would fail again in the same way, which ended the run"
-
-
-def _signal(code: int) -> str:
-    try:
-        return signal.Signals(code - 128).name if code > 128 else ""
-    except ValueError:
-        return ""
 
 
 def _node(run_dir: Path, job_id: str, names: Sequence[str], task: str, ranks: Sequence[int]) -> str:

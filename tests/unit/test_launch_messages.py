@@ -96,6 +96,31 @@ def fail(run, **events):
                 writer.emit("error", message=message)
 
 
+@pytest.mark.parametrize(
+    ("code", "said", "why"),
+    [
+        (
+            137,
+            (),
+            "killed by SIGKILL: by somebody, or by its node for want of memory (resources.mem)",
+        ),
+        (139, (), "killed by SIGSEGV"),
+        (137, ["KeyError: x"], "killed by SIGKILL: actor-2: KeyError: x"),
+        (200, (), "exit code 200: actor-0: step 3 of 30, 12k tokens/s"),
+    ],
+)
+def test_of_one_that_was_killed_the_signal_is_named_and_no_line_of_progress(run, code, said, why):
+    fail(run, actor=said)
+    log = run.run_dir / "submission" / "7_batch.log"
+    log.write_text(f"2026-01-01T00:00:00 actor: start 1 ended with exit code {code}\n")
+    (run.run_dir / "submission" / "actor" / "7_0_log.err").write_text(
+        "step 3 of 30, 12k tokens/s\n"
+    )
+    assert (
+        json.loads(cli("status", run.run_dir, "--json").output)["reason"] == f"actor failed, {why}"
+    )
+
+
 def test_a_failed_run_says_which_component_failed_how_and_why_and_what_to_do(run):
     fail(run, actor=["ValueError: old", "BusError: not finite\nmore"], rollout=["KeyError: x"])
     lines = [line.strip() for line in cli("status", run.run_dir).output.splitlines()]
