@@ -25,7 +25,7 @@ from relax_hpc.runs import verdict
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("slurm_cluster")]
 
 STEPS, PROMPTS, SIBLINGS = 16, 8, 4
-STEP_S = 100
+STEP_S = 110
 """Seconds of a step that, with Slurm's 90, do not fit into what its first one leaves of a limit."""
 MOST_IN_FLIGHT = 2 * PROMPTS * SIBLINGS
 """Responses that may be under way, by a staleness of 1."""

@@ -139,7 +139,7 @@ class Shards:
             for sibling, (seed, episode) in enumerate(zip(seeds, episodes, strict=True))
             for row in rows_of(guid, sibling, prompt, seed, episode)
         ]
-        self._ready.append(PromptGroup(guid, rows, [episode.metrics for episode in episodes]))
+        self._ready.append(PromptGroup(guid, rows, [episode.told for episode in episodes]))
         if len(self._ready) >= self._most:
             self.send()
 

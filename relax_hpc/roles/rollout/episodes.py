@@ -58,6 +58,13 @@ class Episode(NamedTuple):
     """Parts by name, one at least unless there is an error."""
     metrics: Mapping[str, float] = {}
     """Other numbers of the environment, by name."""
+    seconds: Mapping[str, float] = {}
+    """How long parts of it took, by name."""
+
+    @property
+    def told(self) -> dict[str, float]:
+        """Numbers for the event of a shard."""
+        return {**self.metrics, **self.seconds}
 
 
 class Episodes:
@@ -143,15 +150,14 @@ class Episodes:
         if any(task.cancelled() for task in tasks):  # else it would pass for an end of the run
             raise RelaxError(f"{prompt.where}: an episode of the environment cancelled itself")
         played = [task.result() for task in tasks]
-        metrics = {"media/prepare_s": prepare_s} if prompt.measured else {}
-        return await self._scored(prompt, records, played, metrics)
+        seconds = {"media/prepare_s": prepare_s} if prompt.measured else {}
+        return await self._scored(prompt, records, played, seconds)
 
     async def _played(self, prompt: Prompt, group: Hashable, session: Session) -> "_Played":
         begun = time.perf_counter()
         try:
             found = _played(await self._environment.rollout(prompt, session))
-            took = {"time/episode": time.perf_counter() - begun}
-            return found._replace(metrics={**found.metrics, **took})
+            return found._replace(seconds={"time/episode": time.perf_counter() - begun})
         except Exception as error:
             failure = session.failure or error  # of engines, whatever became of it on the way
             if isinstance(failure, DeadlyRequestError):
@@ -202,20 +208,20 @@ class Episodes:
         prompt: Prompt,
         records: Sequence[Record],
         played: Sequence["_Played"],
-        metrics: Mapping[str, float],
+        seconds: Mapping[str, float],
     ) -> list[Episode]:
-        """The rewards of environments; of the others the job's, for what was said last. All have
-        these metrics."""
+        """The rewards of environments; of the others the job's, for what was said last. All took
+        these seconds."""
         known = {n: each.score for n, each in enumerate(played) if each.score}
         left = [n for n in range(len(played)) if n not in known]
         scores = dict(zip(known, self._noted([*known.values()], prompt.source), strict=True))
         if left:
             begun = time.perf_counter()
             given = await self._score([self._sample(prompt, records[n]) for n in left])
-            metrics = {**metrics, "time/reward": time.perf_counter() - begun}
+            seconds = {**seconds, "time/reward": time.perf_counter() - begun}
             scores |= dict(zip(left, map(self._named, given), strict=True))
         return [
-            Episode(record, scores[n], {**each.metrics, **metrics})
+            Episode(record, scores[n], each.metrics, {**each.seconds, **seconds})
             for n, (record, each) in enumerate(zip(records, played, strict=True))
         ]
 
@@ -255,6 +261,7 @@ class _Played(NamedTuple):
     score: Score | None
     """None where the job's reward decides."""
     metrics: Mapping[str, float] = {}
+    seconds: Mapping[str, float] = {}
 
 
 def _played(given: object) -> _Played:
@@ -328,8 +335,8 @@ class Grouper:
     def _told(self, prompt: Prompt, episode: Episode) -> Mapping[str, float]:
         """The numbers of an episode, with the reward of its source where there are several."""
         if len(self._config.prompts.sources) < 2 or episode.score.error is not None:
-            return episode.metrics
-        return {**episode.metrics, f"reward/{prompt.source}": episode.score.value}
+            return episode.told
+        return {**episode.told, f"reward/{prompt.source}": episode.score.value}
 
 
 def retired_group(guid: int, prompt: Prompt, siblings: int) -> PromptGroup:
