@@ -50,8 +50,9 @@ _STATES = {
 }
 """Slurm's words for the end of a job that say why."""
 
-_KILLED = {"SIGKILL": ("by somebody, or by its node for want of memory (resources.mem)", "")}
-"""Signal -> who may have sent it, and no task that said so."""
+_SPEECHLESS = {"SIGKILL": ("by somebody, or by its node for want of memory (resources.mem)", "")}
+"""Signal under which nobody can say why -> who may have sent it, and no task that said so. What was
+printed last is anything then."""
 
 _UNSEEN = (
     "Slurm began no log of its script in {}: it seems that its first node does not see that "
@@ -82,9 +83,10 @@ def found(run_dir: Path, launched: LaunchRecord, state: str) -> Failure:
     how = f"{end.component} {failed}, " + (
         f"killed by {killed}" if killed else f"exit code {end.code}"
     )
-    # One that was killed could not say why: the last that it printed is anything.
-    why, task = last_error(run_dir, names, launched.time) or (
-        _KILLED.get(killed, ("", "")) if killed else last_words(launched, names)
+    why, task = (
+        last_error(run_dir, names, launched.time)
+        or _SPEECHLESS.get(killed)
+        or last_words(launched, names)
     )
     log = _log_of(launched, task) or script_log
     return Failure(f"{how}: {why}" if why else how, str(log))

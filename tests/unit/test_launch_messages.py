@@ -104,7 +104,7 @@ def fail(run, **events):
             (),
             "killed by SIGKILL: by somebody, or by its node for want of memory (resources.mem)",
         ),
-        (139, (), "killed by SIGSEGV"),
+        (134, (), "killed by SIGABRT: actor-0: step 3 of 30, 12k tokens/s"),
         (137, ["KeyError: x"], "killed by SIGKILL: actor-2: KeyError: x"),
         (200, (), "exit code 200: actor-0: step 3 of 30, 12k tokens/s"),
     ],
