@@ -49,6 +49,11 @@ class RewardConfig(Section):
     """Processes of each rollout task that score, beside a spare one."""
 
     @property
+    def masks_errors(self) -> bool:
+        """Whether a response whose reward failed has none."""
+        return self.on_error == "mask"
+
+    @property
     def every_term(self) -> dict[str, RewardTerm]:
         """The functions by the names of their terms; one alone is called ""."""
         return dict(self.terms) or {"": RewardTerm(name=self.only_name, args=self.args)}

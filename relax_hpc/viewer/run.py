@@ -81,11 +81,8 @@ class Sight:
             time.sleep(_POLL_S)
 
     def _choose(self, asked: Asked) -> Found:
-        return choose(self._paths.bus, asked, self.solved_at, masks_errors=self._masks_errors)
-
-    @property
-    def _masks_errors(self) -> bool:
-        return self._config.reward.on_error == "mask"
+        masks_errors = self._config.reward.masks_errors
+        return choose(self._paths.bus, asked, self.solved_at, masks_errors=masks_errors)
 
     def _read(self, found: Found, tokens: int) -> Iterator[Group]:
         for chosen in found.chosen:
@@ -101,6 +98,6 @@ class Sight:
             self._paths.bus,
             self._config.algorithm,
             words,
-            masks_errors=self._masks_errors,
+            masks_errors=self._config.reward.masks_errors,
             longest=self._config.rollout.max_new_tokens,
         )

@@ -165,7 +165,8 @@ def test_a_folder_for_which_there_was_no_room_is_tried_again_and_the_others_are_
         producer.put([prompt_group(5)])
     layout.deal(paths, ["rollout-0"])
     with Folders.open(paths, 0, 1, {}) as folders:
-        outbox, put = rollout.Outbox(folders, Events(), groups_per_shard=1), Producer.put
+        outbox = rollout.Outbox(folders, Events(), config())
+        put = Producer.put
 
         def full(self, groups):
             if self.name == "rollout-1":
@@ -191,7 +192,7 @@ def test_nothing_new_is_started_while_finished_groups_find_no_space(monkeypatch)
 
     monkeypatch.setattr(rollout, "publish", publish)
     monkeypatch.setattr(durable.time, "monotonic", lambda: now)
-    outbox = rollout.Outbox(episode_fakes.Folder(), Events(), groups_per_shard=1)
+    outbox = rollout.Outbox(episode_fakes.Folder(), Events(), config())
     assert not outbox.full
     outbox.send(rest=True)
     assert not outbox.full  # there was nothing to send

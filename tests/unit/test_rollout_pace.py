@@ -2,6 +2,7 @@
 
 import pytest
 from episode_fakes import Folder
+from roles import role_fakes
 from test_rollout_backpressure import Events, config
 
 from relax_hpc import job_file
@@ -90,7 +91,7 @@ def test_a_batch_is_published_when_its_last_group_is_done_and_not_before():
 def test_a_finished_group_does_not_wait_long_for_others(monkeypatch):
     published = []
     monkeypatch.setattr(rollout, "publish", lambda producer, groups, **_: published.append(groups))
-    outbox = rollout.Outbox(Folder(), Events(), groups_per_shard=3)
+    outbox = rollout.Outbox(Folder(), Events(), role_fakes.config(rollout__groups_per_shard=3))
     first, second = PromptGroup(0, []), PromptGroup(1, [])
     outbox.add([first])
     outbox.send(rest=False)

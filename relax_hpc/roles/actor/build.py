@@ -137,7 +137,7 @@ def _rank0(
     idle: Idle,
     tell_others: Callable[[], None],
 ) -> Rank0:
-    if config.reward.on_error == "mask":
+    if config.reward.masks_errors:
         check_errors(config.algorithm)
     if resumed is None:
         saving.check_begin(paths)

@@ -127,7 +127,7 @@ class Rank0:
             self._config.algorithm,
             self._config.rollout.samples_per_prompt,
             longest=self._config.rollout.max_new_tokens,
-            masks_errors=self._config.reward.on_error == "mask",
+            masks_errors=self._config.reward.masks_errors,
         )
         rewards = columns["advantages"].astype(np.float32)  # before rows are read they are that
         dealt = plan_micro_batches(

@@ -19,7 +19,7 @@ def judge_of(config: RunConfig) -> Judge | None:
     if not isinstance(groups, Refill):
         return None
     siblings = config.rollout.samples_per_prompt
-    longest, masks_errors = config.rollout.max_new_tokens, config.reward.on_error == "mask"
+    longest, masks_errors = config.rollout.max_new_tokens, config.reward.masks_errors
 
     def judge(index: BatchIndex) -> Sequence[Verdict]:
         standing = standing_of(

@@ -69,7 +69,7 @@ class Batch:
     def __init__(self, config: RunConfig, reader: Reader) -> None:
         self._config, self._reader = config, reader
         self._siblings = config.rollout.samples_per_prompt
-        self._masks_errors = config.reward.on_error == "mask"
+        self._masks_errors = config.reward.masks_errors
         self._indices: list[BatchIndex] = []
         self._parts: list[Mapping[str, npt.NDArray[Any]]] = []
         """Parts of the rewards of each of them."""

@@ -118,7 +118,7 @@ class Shards:
         self, config: RunConfig, sources: Sources, folders: Folders, events: EventWriter
     ) -> None:
         self._most, self._folders, self._events = config.rollout.groups_per_shard, folders, events
-        self._masks_errors = config.reward.on_error == "mask"
+        self._masks_errors = config.reward.masks_errors
         self._prompts = {
             name: min(settings.num_prompts, len(sources.heldout[name]))
             for name, settings in config.eval.items()

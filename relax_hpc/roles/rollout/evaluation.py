@@ -185,7 +185,7 @@ class Evaluator:
         how, group = self._episodes.how_heldout(settings), (*due, prompt.index)
         episodes = await self._episodes.run(prompt, records, how, group, seeds)
         self._also(due.name, prompt, seeds, episodes)
-        masks = self._config.reward.on_error == "mask"
+        masks = self._config.reward.masks_errors
         return [
             Row.of(
                 prompt,

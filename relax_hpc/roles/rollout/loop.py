@@ -87,12 +87,7 @@ async def run(
     Nothing is remembered outside the bus: what is committed is done, everything else is owed. So a
     task that is killed anywhere goes on where its log ends, with no prompt skipped or doubled.
     """
-    outbox = Outbox(
-        folders,
-        events,
-        groups_per_shard=config.rollout.groups_per_shard,
-        masks_errors=config.reward.on_error == "mask",
-    )
+    outbox = Outbox(folders, events, config)
     retired = credit.retired_guid_below if (credit := credits.latest()) else 0
     owed, rest = deque[int](), folders.owed(start=retired)
     pace, end = Pace(config), end or NoEnd()
@@ -200,17 +195,10 @@ def _first(owed: deque[int], rest: Iterator[int]) -> int:
 class Outbox:
     """Finished groups on their way to the bus. A full file system holds them up; it loses none."""
 
-    def __init__(
-        self,
-        folders: Folders,
-        events: EventWriter,
-        *,
-        groups_per_shard: int,
-        masks_errors: bool = False,
-    ) -> None:
+    def __init__(self, folders: Folders, events: EventWriter, config: RunConfig) -> None:
         self._folders = folders
-        self._publish = partial(publish, events=events, masks_errors=masks_errors)
-        self._groups_per_shard = groups_per_shard
+        self._publish = partial(publish, events=events, masks_errors=config.reward.masks_errors)
+        self._groups_per_shard = config.rollout.groups_per_shard
         self._ready: list[PromptGroup] = []
         self._ready_since = 0.0
         self._space = Space()
