@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # run_relax.sh [section.key=value ...] - this project on the work of work.sh, without Slurm.
-# OUT gets NAME.relax.jsonl (the trainer's events) and NAME.relax.log. LIMIT: seconds.
+# OUT gets NAME.relax.jsonl (the trainer's events) and NAME.relax.log. LIMIT: seconds. FEW: cancelled
+# after so many steps, without a last checkpoint.
 set -uo pipefail
 source "$(dirname "$0")/work.sh"
 cd "$root"
@@ -28,8 +29,10 @@ for each in "${settings[@]}" "$@"; do overrides+=(--set "$each"); done
 if [ -n "${DRY:-}" ]; then
   exec python3 -m relax_hpc submit jobs/qwen3-0.6b.toml --local --dry-run "${overrides[@]}"
 fi
-timeout "${LIMIT:-540}" python3 -m relax_hpc submit jobs/qwen3-0.6b.toml --local --follow \
-  "${overrides[@]}" >"$out/$name.relax.log" 2>&1
+command=(timeout "${LIMIT:-540}" python3 -m relax_hpc submit jobs/qwen3-0.6b.toml --local --follow "${overrides[@]}")
+[ -z "${FEW:-}" ] || command=(timeout --signal=INT --kill-after=30 "${LIMIT:-540}"
+  python3 tests/gpu/few_steps.py jobs/qwen3-0.6b.toml "$FEW" "${settings[@]}" "$@")
+"${command[@]}" >"$out/$name.relax.log" 2>&1
 status=$?
 run=$folder/runs/$name
 cat "$run"/events/actor-0*.jsonl >"$out/$name.relax.jsonl" 2>/dev/null
