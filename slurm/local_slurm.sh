@@ -170,21 +170,26 @@ SQL
     sacctmgr -i add user "$me" account=default cluster=local >/dev/null
   fi
 }
+isolation() { # prints shm, uts or none: --isolate, or what of it this sandbox permits
+  if [ "$ISOLATE" != auto ]; then echo "$ISOLATE"
+  elif unshare --mount --uts sh -c 'hostname x && mount -t tmpfs tmpfs /dev/shm' 2>/dev/null; then echo shm
+  elif unshare --uts hostname x 2>/dev/null; then echo uts
+  else echo none; fi
+}
 start_ctld() {
   alive "$DIR/run/slurmctld.pid" slurmctld && return 0
   [ -x "$SLURMCTLD" ] || die "slurmctld is not installed"
-  "$SLURMCTLD" 2>>"$DIR/log/slurmctld.err" || die "slurmctld did not start (see $DIR/log/slurmctld.err)"
+  # since Slurm 23 it looks up the host name of an srun that it has something to tell; those of nodes are ours
+  local wrap=()
+  [ "$(isolation)" != shm ] || wrap=(unshare --mount sh -c "mount --bind '$DIR/etc/hosts' /etc/hosts; exec \"\$@\"" sh)
+  "${wrap[@]}" "$SLURMCTLD" 2>>"$DIR/log/slurmctld.err" || die "slurmctld did not start (see $DIR/log/slurmctld.err)"
   wait_for 15 "slurmctld" scontrol ping
 }
 start_node() { # start_node NAME
   alive "$DIR/run/slurmd.$1.pid" slurmd && return 0
   [ -x "$SLURMD" ] || die "slurmd is not installed"
   # jobs and steps inherit the namespaces of their slurmd
-  local wrap=() mode=$ISOLATE
-  if [ "$mode" = auto ]; then
-    if unshare --mount --uts sh -c 'hostname x && mount -t tmpfs tmpfs /dev/shm' 2>/dev/null; then mode=shm
-    elif unshare --uts hostname x 2>/dev/null; then mode=uts; else mode=none; fi
-  fi
+  local wrap=() mode; mode=$(isolation)
   case $mode in
     shm) wrap=(unshare --mount --uts sh -c "hostname $1; mount -t tmpfs -o mode=1777 tmpfs /dev/shm; mount --bind '$DIR/etc/hosts' /etc/hosts; exec \"\$@\"" sh);;
     uts) wrap=(unshare --uts sh -c "hostname $1; exec \"\$@\"" sh);;
