@@ -20,8 +20,11 @@ PartitionName=narrow Nodes=ALL MaxNodes=1 State=UP
 PartitionName=broad Nodes=ALL MinNodes=3 State=UP
 PartitionName=drained Nodes=ALL State=DRAIN
 PartitionName=closed Nodes=ALL State=INACTIVE
+"""
+PARTITIONS = """\
 PartitionName=paying Nodes=ALL AllowAccounts=gold State=UP
 PartitionName=fast Nodes=ALL AllowQos=fast State=UP
+PartitionName=debug Nodes=ALL QOS=single
 """
 ACCOUNTING = """\
 add qos small MaxTRESPerJob=cpu=2,gres/gpu=1 Flags=DenyOnLimit
@@ -80,8 +83,8 @@ def cluster(tmp_path_factory):
     with local_slurm(folder, "slurmctld", "slurmdbd", "mariadbd", options=options):
         for line in ACCOUNTING.format(me=getpass.getuser()).splitlines():
             subprocess.run(["sacctmgr", "-i", "-Q", *line.split()], check=True, timeout=60)
-        debug = ["create", "PartitionName=debug", "Nodes=ALL", "QOS=single"]
-        subprocess.run(["scontrol", *debug], check=True, timeout=60)
+        for line in PARTITIONS.splitlines():  # a starting controller must know their QOS
+            subprocess.run(["scontrol", "create", *line.split()], check=True, timeout=60)
         yield
 
 
