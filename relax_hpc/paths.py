@@ -60,6 +60,14 @@ class ComponentPaths:
     def log(self, rank: int, stream: Literal["out", "err"]) -> Path:
         return self.folder / f"{self.job_id}_{rank}_log.{stream}"
 
+    def node_logs(self, stream: Literal["out", "err"]) -> list[tuple[str, Path]]:
+        """Lists nodes, and what was printed there before tasks had logs of their own: by an
+        interpreter that does not start, and by Slurm."""
+        begin, end = f"{self.job_id}_", f"_log.{stream}"
+        names = {path.name[len(begin) : -len(end)] for path in self.folder.glob(f"{begin}*{end}")}
+        nodes = sorted(name for name in names if not name.isdecimal())
+        return [(node, self.folder / f"{begin}{node}{end}") for node in nodes]
+
     def done(self, rank: int) -> Path:
         """Empty; is there once a task has returned, until its step starts again."""
         return self.folder / f"{self.job_id}_{rank}_done"

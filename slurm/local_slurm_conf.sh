@@ -136,7 +136,6 @@ CONF
   # initialize cgroup plugin") and asks for systemd/dbus under cgroup v2. Unused with proctrack/linuxproc anyway.
   cat > "$DIR/etc/cgroup.conf" <<CONF
 CgroupPlugin=cgroup/v1
-CgroupAutomount=no
 ConstrainCores=no
 ConstrainDevices=no
 ConstrainRAMSpace=no
@@ -168,6 +167,8 @@ CONF
   } > "$DIR/settings"
   {
     echo "export SLURM_CONF=$DIR/etc/slurm.conf"
+    # every node is this machine; Open MPI 5 finds no way from one to the next by an address that both have
+    echo "export OMPI_MCA_btl_tcp_if_include=lo"
     # client commands read AuthInfo from slurm.conf; munge/unmunge by hand need -S <socket>
     if [ "$ACCT" = shim ]; then echo "export PATH=$DIR/bin:\$PATH"; fi     # after (= in front of) the real sacct
   } > "$DIR/env.sh"

@@ -27,10 +27,12 @@ def local_slurm(folder, *daemons, options=()):
         subprocess.run([LOCAL_SLURM, "down", "--dir", folder], timeout=60)
         pytest.fail(f"local_slurm.sh up: {answer.stderr}")
     before = dict(os.environ)
-    for name, value in re.findall(r"^export (\w+)=(.*)$", answer.stdout, re.MULTILINE):
-        os.environ[name] = value.replace("$PATH", before["PATH"])
+    told = dict(re.findall(r"^export (\w+)=(.*)$", answer.stdout, re.MULTILINE))
+    os.environ.update(
+        {name: value.replace("$PATH", before["PATH"]) for name, value in told.items()}
+    )
     try:
-        yield {name: os.environ[name] for name in ("SLURM_CONF", "PATH")}
+        yield {name: os.environ[name] for name in {"PATH", *told}}
     finally:
         os.environ.clear()
         os.environ.update(before)

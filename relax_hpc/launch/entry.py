@@ -47,8 +47,10 @@ def main(run: TaskMain | None = None) -> None:
     if args.on_node and args.cpus:
         cpus.take(context.local_rank, args.on_node, args.cpus)
     left = ComponentPaths(folder, job_id)
-    if args.tasks is not None:
-        _leave_step(left, context.rank, is_followed=args.apart_from is None)
+    _open_logs(left, context.rank)
+    if args.tasks is not None and args.apart_from is None and JobEnvironment().global_rank == 0:
+        step = f"{job_id}.{os.environ['SLURM_STEP_ID']} {os.getpid()}\n"
+        write_text(left.step, step)  # of several components: the job's script looks after it
     # All ranks or none: one that had finished must take part again when its peers start over. They
     # agree on which, since nobody removes a mark unless one is missing.
     peers = range(context.size)
@@ -98,16 +100,11 @@ def _context(args: argparse.Namespace) -> TaskContext:
     )
 
 
-def _leave_step(left: ComponentPaths, rank: int, *, is_followed: bool) -> None:
-    """Corrects what Slurm does not know of a component that is part of a step, or has several.
+def _open_logs(left: ComponentPaths, rank: int) -> None:
+    """Sends what is printed from here on to logs that are named by the rank in the component.
 
-    Slurm names logs by ranks of the step: what is printed from here on goes to those that are named
-    by ranks of the component, where everybody looks. The job's script is told which step it is,
-    since it looks after that.
+    Slurm knows ranks of a step only, and counts them otherwise from version to version.
     """
-    if is_followed and JobEnvironment().global_rank == 0:
-        step = f"{left.job_id}.{os.environ['SLURM_STEP_ID']} {os.getpid()}\n"
-        write_text(left.step, step)
     for stream, path in ((sys.stdout, left.log(rank, "out")), (sys.stderr, left.log(rank, "err"))):
         with patiently(path, partial(path.open, "ab")) as file:
             os.dup2(file.fileno(), stream.fileno())

@@ -42,6 +42,7 @@ _LETTERS = {
     **{"o": "output", "e": "error", "p": "partition", "A": "account", "q": "qos"},
     **{"C": "constraint", "x": "exclude", "t": "time", "d": "dependency", "a": "array"},
     **{"W": "wait", "M": "clusters", "K": "kill-on-bad-exit", "u": "unbuffered", "r": "relative"},
+    **{"w": "nodelist"},
 }
 
 
@@ -226,10 +227,8 @@ def _check_options(component: Component, job: WholeJob) -> None:
     }
     of_srun = {
         "mpi": f"{key}.mpi",
-        **dict.fromkeys(
-            ("het-group", "job-name", "relative", "kill-on-bad-exit", "wait", "unbuffered"),
-            _SCRIPT,
-        ),
+        **dict.fromkeys(("het-group", "job-name", "relative", "nodelist"), _SCRIPT),
+        **dict.fromkeys(("kill-on-bad-exit", "wait", "unbuffered"), _SCRIPT),
         **({"cpus-per-task": f"{key}.cpus_per_task"} if resources.cpus_per_task else {}),
         **({"container-image": f"{key}.container"} if resources.container else {}),
     }

@@ -342,7 +342,6 @@ def _srun(
         f"--nodes={len(nodes)}",
         f"--ntasks={len(ranks)}",
         f"--ntasks-per-node={per_node}",
-        *([f"--relative={nodes.start}"] if is_placed else []),
         *([f"--cpus-per-task={cpus}"] if cpus else []),
         *([f"--gpus-per-node={component.gpus}"] if component.gpus else []),
         f"--mpi={'none' if component.bootstrap == 'files' else resources.mpi}",
@@ -355,7 +354,10 @@ def _srun(
     ]
     own = ranks if is_part else None
     command = _entry(job, component, first_rank, own, requeues=True)
-    return f"{shlex.join(options)} {_logs(job, component, own)} {command}"
+    # Until a task opens its own. Not %t: Slurm 24.11 counts from -1 in a step of a hetjob's part.
+    logs = _logs(job, component, str(ranks.start) if len(ranks) == 1 else "%N")
+    where = f'--nodelist="$(hosts {group or 0} {nodes.start} {len(nodes)})" ' if is_placed else ""
+    return f"{shlex.join(options)} {where}{logs} {command}"
 
 
 def _local_step(job: Job, component: Component, first_gpu: int) -> str:
@@ -366,14 +368,13 @@ def _local_step(job: Job, component: Component, first_gpu: int) -> str:
     ]
     folder = shlex.quote(str(job.component_folder(component)))
     process = f'--controller "$$" --job-id "$job_id" --processes {folder}/"$job_id"_processes.json'
-    return f"{shlex.join(options)} {process} {_logs(job, component)} -- {_entry(job, component)}"
+    logs = _logs(job, component, "%t")
+    return f"{shlex.join(options)} {process} {logs} -- {_entry(job, component)}"
 
 
-def _logs(job: Job, component: Component, ranks: range | None = None) -> str:
-    # Not %j: in a step of component k that is the component's own id, while tasks name their files
-    # by SLURM_JOB_ID, which is the leader's everywhere. %t counts the tasks of the step.
-    task = "%t" if ranks is None else str(ranks.start)
-    prefix = f'{shlex.quote(str(job.component_folder(component)))}/"$job_id"_{task}_log'
+def _logs(job: Job, component: Component, names: str) -> str:
+    # Not %j, the component's own id: tasks name their files by SLURM_JOB_ID, which is the leader's.
+    prefix = f'{shlex.quote(str(job.component_folder(component)))}/"$job_id"_{names}_log'
     return f"--output={prefix}.out --error={prefix}.err"
 
 

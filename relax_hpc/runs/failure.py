@@ -3,11 +3,11 @@
 import json
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from relax_hpc.launch.record import LaunchRecord
+from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
 from relax_hpc.launch.script import batch_log
 from relax_hpc.paths import ComponentPaths, RunPaths
 
@@ -102,12 +102,21 @@ def signal_of(code: int) -> str:
 
 def _log_of(launched: LaunchRecord, task: str) -> Path | None:
     """Names the file of what a task printed, if it printed anything."""
-    component, _, rank = task.rpartition("-")
     for each in launched.components:
-        path = ComponentPaths(each.folder, each.leader).log(int(rank or 0), "err")
-        if each.name == component and path.exists() and path.stat().st_size:
-            return path
+        for name, path in _printed(each, range(each.tasks)):
+            if name == task and path.exists() and path.stat().st_size:
+                return path
     return None
+
+
+def _printed(component: LaunchedComponent, ranks: Sequence[int]) -> Iterator[tuple[str, Path]]:
+    """Yields who printed, and the file: tasks, and for a node those that did not get as far as to
+    have a log."""
+    left = ComponentPaths(component.folder, component.leader)
+    for rank in ranks:
+        yield f"{component.name}-{rank}", left.log(rank, "err")
+    for node, path in left.node_logs("err"):
+        yield f"{component.name} on {node}", path
 
 
 def _end(lines: list[str]) -> _End | None:
@@ -157,11 +166,9 @@ def last_words(
     for component in launched.components:
         if component.name not in names:
             continue
-        for task in ranks or range(component.tasks):
-            lines = tail(ComponentPaths(component.folder, component.leader).log(task, "err"))
-            said = [line for line in lines if _ERROR.match(line)] or lines
-            if said:
-                name = f"{component.name}-{task}"
+        for name, path in _printed(component, ranks or range(component.tasks)):
+            lines = tail(path)
+            if said := [line for line in lines if _ERROR.match(line)] or lines:
                 return f"{name}: {said[-1]}", name
         lines = tail(batch_log(launched.folder, component.leader))
         if refused := [match["words"] for match in map(_LAUNCH.match, lines) if match]:

@@ -21,7 +21,8 @@ _TIME = re.compile(r"\[?(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)")
 
 class LogLine(NamedTuple):
     source: str
-    """"<component>-<rank>", or "job" for the script that starts and restarts the steps."""
+    """"<component>-<rank>", "<component> on <node>" before its tasks have logs of their own, or
+    "job" for the script that starts and restarts the steps."""
     text: str
     time: str
     """Time at which it was written, "YYYY-MM-DD HH:MM:SS"; that of the line before if it says
@@ -122,10 +123,12 @@ def sources(run_dir: Path, component: str | None = None) -> list[tuple[str, Path
     for each in launched.components:
         if component not in (None, each.name):
             continue
+        left = ComponentPaths(each.folder, each.leader)
         for task in range(each.tasks):
-            left = ComponentPaths(each.folder, each.leader)
             source = f"{each.name}-{task}"
             found += [(source, left.log(task, "out")), (source, left.log(task, "err"))]
+        for node, path in [*left.node_logs("out"), *left.node_logs("err")]:
+            found.append((f"{each.name} on {node}", path))
     for name in joining() if component is None else {component} & set(joining()):
         for folder in sorted((launched.folder / name).glob(f"{name}-*")):
             found += [(folder.name, folder / "log.out"), (folder.name, folder / "log.err")]

@@ -1,6 +1,7 @@
 """Heterogeneous jobs on a real Slurm: results, logs, faults, restarts, cancel, MPI worlds."""
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -12,8 +13,10 @@ from toys import exit_code, results, until
 
 from relax_hpc.launch import states
 from relax_hpc.launch.placement import Component
+from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
 from relax_hpc.launch.slurm import HetSlurmExecutor
 from relax_hpc.paths import ComponentPaths, RunPaths
+from relax_hpc.runs import failure
 from relax_hpc.sections import Resources
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("slurm_cluster")]
@@ -74,8 +77,10 @@ def test_components_have_their_own_tasks_nodes_gpus_results_and_logs(tmp_path, n
         ("actor-0", 2, 0, 1, "0,1"), ("actor-1", 2, 1, 1, "0,1")]  # fmt: skip
     assert {task["node"] for task in rollout}.isdisjoint({task["node"] for task in actor})
     assert actor[0]["attempt"] == f"{job.job_id}.0"
-    printed = left(run_dir, job, "actor").log(0, "out").read_text()
-    assert "this is actor" in printed and "this is rollout" not in printed
+    for role in ("rollout", "actor"):
+        logs = [left(run_dir, job, role).log(rank, "out").read_text() for rank in range(2)]
+        assert logs == [f"this is {role}-0\n", f"this is {role}-1\n"]
+        assert all(not path.read_text() for _, path in left(run_dir, job, role).node_logs("out"))
     assert (RunPaths(run_dir).submission / f"{job.job_id}_batch.log").exists()
 
 
@@ -87,6 +92,22 @@ def test_an_exception_is_in_the_log_and_ends_the_other_component(tmp_path):
     said = left(tmp_path, job, "actor").log(0, "err").read_text()
     assert "ValueError: boom in a component" in said
     assert "giving up" in script_log(tmp_path, job)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_interpreter_that_does_not_start_is_named(tmp_path, count):
+    """Before tasks have logs of their own: of several it is the node that is known."""
+    no_python = tmp_path / "no-python"
+    calls = {"rollout": ["sleep_for_ever", tmp_path / "started"], "actor": ["who_am_i"]}
+    components = [tasks("rollout", 1), tasks("actor", count, python=str(no_python))]
+    job = submit(tmp_path, components, calls)
+    assert set(final_states(job).values()) == {"FAILED"}
+    folder = RunPaths(tmp_path).component("actor")
+    actor = LaunchedComponent("actor", f"{job.job_id}+1", count, folder)
+    launched = LaunchRecord("slurm", job.job_id, (actor,), 0.0, None)
+    said, who = failure.last_words(launched, ["actor"])
+    assert str(no_python) in said and "No such file" in said
+    assert re.fullmatch("actor-0" if count == 1 else r"actor on n\d", who)
 
 
 def test_a_killed_task_has_its_step_started_again_in_place(tmp_path):

@@ -196,6 +196,15 @@ def test_without_an_event_a_failed_task_is_quoted_and_else_the_script(run):
     said = cli("status", run.run_dir).output
     assert "exit code 3: actor-0: ImportError: no torch\n" in said
     assert f"see           {path}\n" in said
+    path.write_text("")
+    path = path.with_name("7_gpu12_log.err")  # of a node, before its tasks have logs of their own
+    path.write_text("slurmstepd-gpu12: error: execve(): /env/bin/python: No such file\n")
+    said = cli("status", run.run_dir).output
+    assert "exit code 3: actor on gpu12: slurmstepd-gpu12: error: execve(): /env/bin/pyt" in said
+    assert f"see           {path}\n" in said
+    lines = cli("logs", run.run_dir, "--component", "actor", "--all").output
+    assert "actor on gpu12: slurmstepd-gpu12: error: execve()" in lines
+    path.unlink()
     log = run.run_dir / "submission" / "7_batch.log"
     log.write_text("7_submission.sh: line 9: module: command not found\n")
     assert "line 9: module: command not found\n" in cli("status", run.run_dir).output

@@ -31,6 +31,7 @@ KEY = "actor.resources"
         ({"srun": ["--ntasks=3"]}, f"srun[0] = '--ntasks=3': --ntasks is set by {TASKS}; remove"),
         ({"srun": ["-n3"]}, f"srun[0] = '-n3': --ntasks is set by {TASKS}"),
         ({"srun": ["-l", "--output=/x"]}, f"srun[1] = '--output=/x': --output is set by {SCRIPT}"),
+        ({"srun": ["-w n1"]}, f"--nodelist is set by {SCRIPT}"),
         ({"srun": ["--mpi=pmi2"]}, f"--mpi is set by {KEY}.mpi"),
         ({"srun": ["-c2"], "cpus_per_task": 4}, f"--cpus-per-task is set by {KEY}.cpus_per_task"),
         ({"sbatch": ["--nodes=3"]}, f"sbatch[0] = '--nodes=3': --nodes is set by {KEY}.nodes"),

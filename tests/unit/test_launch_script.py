@@ -401,7 +401,8 @@ def test_tasks_that_know_nothing_of_each_other_have_a_step_each_which_sees_all_o
     for rank, line in enumerate(steps_of(text)):
         size = {"--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1"}
         assert f"--job-name=rollout-{rank}" in line
-        assert size | {f"--relative={rank // 2}", "--cpus-per-task=6"} <= {*line}
+        assert size | {"--cpus-per-task=6"} <= {*line}
+        assert f'--nodelist="$(hosts 0 {rank // 2} 1)"' in " ".join(line)
         assert {"--gpus-per-node=4", "--mpi=none"} <= {*line}
         assert f'--output={FOLDER}/"$job_id"_{rank}_log.out' in line
         assert line[line.index("--apart-from") :] == [
@@ -445,7 +446,8 @@ def test_what_is_dealt_to_the_tasks_of_a_step_leaves_those_of_a_node_together(as
     lines = steps_of(script.slurm_script(job("/runs/r"), [together, COMPONENTS[1]]))
     for place, line in enumerate(lines):
         size = {"--nodes=1", "--ntasks=2", "--ntasks-per-node=2", "--cpus-per-task=3"}
-        assert size | {f"--relative={place}"} <= {*line} and "--overlap" not in line
+        assert size <= {*line} and "--overlap" not in line
+        assert f'--nodelist="$(hosts 0 {place} 1)"' in " ".join(line)
         assert line[line.index("--apart-from") :] == [
             "--apart-from", str(2 * place), "--tasks", "4",
         ]  # fmt: skip

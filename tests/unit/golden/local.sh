@@ -24,6 +24,14 @@ join() { # join CHILD: sets `status`
   [ "$status" -ge 0 ] || status=1
 }
 
+# hosts GROUP FIRST COUNT: prints nodes of a component. Steps are placed by name: of several that
+# begin at the same time Slurm 24.11 puts some elsewhere than where `--relative` says.
+hosts() {
+  local IFS=, held="SLURM_JOB_NODELIST_HET_GROUP_$1" names
+  mapfile -t names < <(scontrol show hostnames "${!held:-$SLURM_JOB_NODELIST}")
+  echo "${names[*]:$2:$3}"
+}
+
 # Tasks that know nothing of the others of their component have a step of their own: `ranks` are
 # those of this one; unset, all of them.
 # left_by KIND FOLDER: sets `marks` to the names of the marks that these leave there.
