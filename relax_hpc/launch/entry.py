@@ -47,7 +47,8 @@ def main(run: TaskMain | None = None) -> None:
     if args.on_node and args.cpus:
         cpus.take(context.local_rank, args.on_node, args.cpus)
     left = ComponentPaths(folder, job_id)
-    _open_logs(left, context.rank)
+    if args.opens_logs:
+        _open_logs(left, context.rank)
     if args.tasks is not None and args.apart_from is None and JobEnvironment().global_rank == 0:
         step = f"{job_id}.{os.environ['SLURM_STEP_ID']} {os.getpid()}\n"
         write_text(left.step, step)  # of several components: the job's script looks after it
@@ -118,6 +119,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--bootstrap", default="files", help="how its tasks find each other")
     parser.add_argument("--gpus", type=int, default=0, help="of a node that were asked for")
     parser.add_argument("--requeues", action="store_true", help="may ask Slurm to requeue the job")
+    parser.add_argument("--opens-logs", action="store_true", help="itself, in place of srun's")
     parser.add_argument("--first-rank", type=int, default=0, help="of several in one step")
     parser.add_argument("--apart-from", type=int, help="rank of the first in this step of several")
     parser.add_argument("--tasks", type=int, help="of this component, if its step has others")

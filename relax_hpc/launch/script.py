@@ -353,7 +353,7 @@ def _srun(
         *interpreter.srun_options(resources, job.seen_folder),
     ]
     own = ranks if is_part else None
-    command = _entry(job, component, first_rank, own, requeues=True)
+    command = _entry(job, component, first_rank, own, by_slurm=True)
     # Until a task opens its own. Not %t: Slurm 24.11 counts from -1 in a step of a hetjob's part.
     logs = _logs(job, component, str(ranks.start) if len(ranks) == 1 else "%N")
     where = f'--nodelist="$(hosts {group or 0} {nodes.start} {len(nodes)})" ' if is_placed else ""
@@ -380,14 +380,14 @@ def _logs(job: Job, component: Component, names: str) -> str:
 
 def _entry(
     job: Job, component: Component, first_rank: int = 0, ranks: range | None = None,
-    *, requeues: bool = False,
+    *, by_slurm: bool = False,
 ) -> str:  # fmt: skip
     command = [
         *interpreter.command(component.resources, job.seen_folder, sys.executable),
         *("-u", *job.task),
         *(str(job.run_dir), component.name, "--start", "@start@"),
         *(["--gpus", str(gpus)] if (gpus := component.resources.gpus_per_node) else []),
-        *(["--requeues"] if requeues else []),
+        *(["--requeues", "--opens-logs"] if by_slurm else []),
         *(["--bootstrap", component.bootstrap] if component.bootstrap != "files" else []),
     ]
     if component.bootstrap == "mpi_job":
