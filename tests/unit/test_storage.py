@@ -226,15 +226,15 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path, monkeypatc
     storage.settle(60.0)
     (tmp_path / "b").touch()
     (tmp_path / "a").touch()
-    real, calls = os.listdir, []
+    real, calls = Path.iterdir, []
 
-    def listdir(path):
+    def iterdir(path):
         calls.append(path)
         if len(calls) == 1:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return real(path)
 
-    monkeypatch.setattr(os, "listdir", listdir)
+    monkeypatch.setattr(Path, "iterdir", iterdir)
     assert storage.names(tmp_path) == ["a", "b"]
     assert len(calls) == 2
     assert storage.names(tmp_path / "none") == []
