@@ -57,16 +57,16 @@ class ComponentPaths:
     folder: Path
     job_id: str
 
-    def log(self, rank: int, stream: Literal["out", "err"]) -> Path:
-        return self.folder / f"{self.job_id}_{rank}_log.{stream}"
+    def log(self, place: int | str, stream: Literal["out", "err"]) -> Path:
+        """Names the log of a task, by its rank, or that of a node, see `nodes`."""
+        return self.folder / f"{self.job_id}_{place}_log.{stream}"
 
-    def node_logs(self, stream: Literal["out", "err"]) -> list[tuple[str, Path]]:
-        """Lists nodes, and what was printed there before tasks had logs of their own: by an
+    def nodes(self) -> list[str]:
+        """Lists nodes with a log of what was printed there before tasks had their own: by an
         interpreter that does not start, and by Slurm."""
-        begin, end = f"{self.job_id}_", f"_log.{stream}"
+        begin, end = f"{self.job_id}_", "_log.err"
         names = {path.name[len(begin) : -len(end)] for path in self.folder.glob(f"{begin}*{end}")}
-        nodes = sorted(name for name in names if not name.isdecimal())
-        return [(node, self.folder / f"{begin}{node}{end}") for node in nodes]
+        return sorted(name for name in names if not name.isdecimal())
 
     def done(self, rank: int) -> Path:
         """Empty; is there once a task has returned, until its step starts again."""

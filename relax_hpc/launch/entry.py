@@ -47,7 +47,7 @@ def main(run: TaskMain | None = None) -> None:
     if args.on_node and args.cpus:
         cpus.take(context.local_rank, args.on_node, args.cpus)
     left = ComponentPaths(folder, job_id)
-    if args.opens_logs:
+    if args.by_slurm:
         _open_logs(left, context.rank)
     if args.tasks is not None and args.apart_from is None and JobEnvironment().global_rank == 0:
         step = f"{job_id}.{os.environ['SLURM_STEP_ID']} {os.getpid()}\n"
@@ -62,7 +62,7 @@ def main(run: TaskMain | None = None) -> None:
         return
     mine = left.done(context.rank)
     delete(mine)
-    asks = args.requeues and context.rank == 0
+    asks = args.by_slurm and context.rank == 0
     requeue.install(job_id, args.run_dir, asks=asks)
     if asks:
         context = replace(context, end=requeue.JobEnd(job_id, args.run_dir))
@@ -118,8 +118,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--start", type=int, required=True, help="starts of the step, from 1")
     parser.add_argument("--bootstrap", default="files", help="how its tasks find each other")
     parser.add_argument("--gpus", type=int, default=0, help="of a node that were asked for")
-    parser.add_argument("--requeues", action="store_true", help="may ask Slurm to requeue the job")
-    parser.add_argument("--opens-logs", action="store_true", help="itself, in place of srun's")
+    parser.add_argument("--by-slurm", action="store_true", help="opens logs, may ask for a requeue")
     parser.add_argument("--first-rank", type=int, default=0, help="of several in one step")
     parser.add_argument("--apart-from", type=int, help="rank of the first in this step of several")
     parser.add_argument("--tasks", type=int, help="of this component, if its step has others")

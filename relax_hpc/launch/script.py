@@ -387,7 +387,7 @@ def _entry(
         *("-u", *job.task),
         *(str(job.run_dir), component.name, "--start", "@start@"),
         *(["--gpus", str(gpus)] if (gpus := component.resources.gpus_per_node) else []),
-        *(["--requeues", "--opens-logs"] if by_slurm else []),
+        *(["--by-slurm"] if by_slurm else []),
         *(["--bootstrap", component.bootstrap] if component.bootstrap != "files" else []),
     ]
     if component.bootstrap == "mpi_job":

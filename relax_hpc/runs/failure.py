@@ -3,13 +3,14 @@
 import json
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
+from relax_hpc.launch.record import LaunchRecord
 from relax_hpc.launch.script import batch_log
-from relax_hpc.paths import ComponentPaths, RunPaths
+from relax_hpc.paths import RunPaths
+from relax_hpc.runs.logs import printed
 
 _ENDED = re.compile(
     r"^\S+ (?P<component>\S+): start (?P<start>\d+) ended with exit code (?P<code>\d+)$"
@@ -103,20 +104,10 @@ def signal_of(code: int) -> str:
 def _log_of(launched: LaunchRecord, task: str) -> Path | None:
     """Names the file of what a task printed, if it printed anything."""
     for each in launched.components:
-        for name, path in _printed(each, range(each.tasks)):
+        for name, path in printed(each, ("err",)):
             if name == task and path.exists() and path.stat().st_size:
                 return path
     return None
-
-
-def _printed(component: LaunchedComponent, ranks: Sequence[int]) -> Iterator[tuple[str, Path]]:
-    """Yields who printed, and the file: tasks, and for a node those that did not get as far as to
-    have a log."""
-    left = ComponentPaths(component.folder, component.leader)
-    for rank in ranks:
-        yield f"{component.name}-{rank}", left.log(rank, "err")
-    for node, path in left.node_logs("err"):
-        yield f"{component.name} on {node}", path
 
 
 def _end(lines: list[str]) -> _End | None:
@@ -166,7 +157,7 @@ def last_words(
     for component in launched.components:
         if component.name not in names:
             continue
-        for name, path in _printed(component, ranks or range(component.tasks)):
+        for name, path in printed(component, ("err",), ranks):
             lines = tail(path)
             if said := [line for line in lines if _ERROR.match(line)] or lines:
                 return f"{name}: {said[-1]}", name

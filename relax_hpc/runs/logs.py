@@ -4,12 +4,13 @@ import heapq
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import record
+from relax_hpc.launch.record import LaunchedComponent
 from relax_hpc.launch.script import batch_log
 from relax_hpc.paths import ComponentPaths
 from relax_hpc.roles.table import joining
@@ -123,16 +124,24 @@ def sources(run_dir: Path, component: str | None = None) -> list[tuple[str, Path
     for each in launched.components:
         if component not in (None, each.name):
             continue
-        left = ComponentPaths(each.folder, each.leader)
-        for task in range(each.tasks):
-            source = f"{each.name}-{task}"
-            found += [(source, left.log(task, "out")), (source, left.log(task, "err"))]
-        for node, path in [*left.node_logs("out"), *left.node_logs("err")]:
-            found.append((f"{each.name} on {node}", path))
+        found += printed(each, ("out", "err"))
     for name in joining() if component is None else {component} & set(joining()):
         for folder in sorted((launched.folder / name).glob(f"{name}-*")):
             found += [(folder.name, folder / "log.out"), (folder.name, folder / "log.err")]
     return found
+
+
+def printed(
+    component: LaunchedComponent,
+    streams: Sequence[Literal["out", "err"]],
+    ranks: Sequence[int] = (),
+) -> list[tuple[str, Path]]:
+    """Lists who printed, and the files: tasks, all or these `ranks`, and for a node those that did
+    not get as far as to have a log."""
+    left, name = ComponentPaths(component.folder, component.leader), component.name
+    places = [(f"{name}-{rank}", str(rank)) for rank in ranks or range(component.tasks)]
+    places += [(f"{name} on {node}", node) for node in left.nodes()]
+    return [(who, left.log(place, stream)) for who, place in places for stream in streams]
 
 
 class _Tail:

@@ -35,6 +35,7 @@ command=(timeout "${LIMIT:-540}" python3 -m relax_hpc submit jobs/qwen3-0.6b.tom
 "${command[@]}" >"$out/$name.relax.log" 2>&1
 status=$?
 run=$folder/runs/$name
+rm -rf "$run/checkpoints" # 56 GB of a 4B
 cat "$run"/events/actor-0*.jsonl >"$out/$name.relax.jsonl" 2>/dev/null
 ((status == 0)) || { tail -n 20 "$run"/logs/*.log | cut -c 1-240; echo "exit $status"; }
 exit $status

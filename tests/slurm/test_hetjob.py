@@ -80,7 +80,8 @@ def test_components_have_their_own_tasks_nodes_gpus_results_and_logs(tmp_path, n
     for role in ("rollout", "actor"):
         logs = [left(run_dir, job, role).log(rank, "out").read_text() for rank in range(2)]
         assert logs == [f"this is {role}-0\n", f"this is {role}-1\n"]
-        assert all(not path.read_text() for _, path in left(run_dir, job, role).node_logs("out"))
+        there = left(run_dir, job, role)
+        assert all(not there.log(node, "out").read_text() for node in there.nodes())
     assert (RunPaths(run_dir).submission / f"{job.job_id}_batch.log").exists()
 
 

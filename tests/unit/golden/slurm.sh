@@ -307,12 +307,12 @@ component_0() {
   { export NCCL_CUMEM_ENABLE=0
   } || setup_failed rollout "$?" 'export NCCL_CUMEM_ENABLE=0'
   eval "$plain_options"; trap - ERR DEBUG; unset IFS GLOBIGNORE
-  supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- srun --het-group=0 --job-name=rollout --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=8 --gpus-per-node=4 --mpi=pmix --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --cpu-bind=none --nodelist="$(hosts 0 0 2)" --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%N_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%N_log.err /envs/sglang/bin/python -u -P -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --gpus 4 --requeues --opens-logs --bootstrap mpi
+  supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- srun --het-group=0 --job-name=rollout --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=8 --gpus-per-node=4 --mpi=pmix --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --cpu-bind=none --nodelist="$(hosts 0 0 2)" --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%N_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%N_log.err /envs/sglang/bin/python -u -P -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --gpus 4 --by-slurm --bootstrap mpi
 }
 component_0 & components+=($!) names+=(rollout)
 
 component_1() {
-  supervise actor 2 '/runs/it'"'"'s here/submission/actor' -- srun --het-group=1 --job-name=actor --nodes=1 --ntasks=2 --ntasks-per-node=2 --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output='/runs/it'"'"'s here/submission/actor'/"$job_id"_%N_log.out --error='/runs/it'"'"'s here/submission/actor'/"$job_id"_%N_log.err /envs/train/bin/python -u -P -m relax_hpc.launch.entry '/runs/it'"'"'s here' actor --start @start@ --requeues --opens-logs
+  supervise actor 2 '/runs/it'"'"'s here/submission/actor' -- srun --het-group=1 --job-name=actor --nodes=1 --ntasks=2 --ntasks-per-node=2 --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --output='/runs/it'"'"'s here/submission/actor'/"$job_id"_%N_log.out --error='/runs/it'"'"'s here/submission/actor'/"$job_id"_%N_log.err /envs/train/bin/python -u -P -m relax_hpc.launch.entry '/runs/it'"'"'s here' actor --start @start@ --by-slurm
 }
 component_1 & components+=($!) names+=(actor)
 
