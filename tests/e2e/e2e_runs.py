@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -96,13 +97,23 @@ def wait_until(run_dir, predicate, timeout_s):
         asked = time.monotonic()
         if predicate(now := status(run_dir)):
             return now
-        assert not has_ended(now["state"]), f"{now}\n{cli('logs', run_dir)[-4000:]}"
-        assert time.monotonic() < deadline, f"{now}\n{cli('logs', run_dir)[-4000:]}"
+        assert not has_ended(now["state"]), words_on(run_dir, now)
+        assert time.monotonic() < deadline, words_on(run_dir, now)
         # Who asks takes the run's time, and Slurm's word costs six processes.
         again = time.monotonic() + max(0.4, 8 * (time.monotonic() - asked))
         time.sleep(0.2)
         while time.monotonic() < again and not seen(run_dir):
             time.sleep(0.1)
+
+
+def words_on(run_dir, now):
+    """A run as it stands: its status, what Slurm says of jobs and nodes, the end of its logs."""
+    said = [str(now)]
+    if "SLURM_CONF" in os.environ:
+        for asked in (["scontrol", "show", "job"], ["scontrol", "show", "node"]):
+            answer = subprocess.run(asked, capture_output=True, text=True, timeout=60)
+            said.append(answer.stdout + answer.stderr)
+    return "\n".join([*said, cli("logs", run_dir)[-8000:]])
 
 
 def wait_for(condition, timeout_s=60):

@@ -30,7 +30,7 @@ def test_a_llama_learns_as_the_policy_of_the_demo_does(tmp_path, monkeypatch):
     run_dir = submit(
         "demo", tmp_path / "tiny", local=True, schedule__num_steps=STEPS, eval__heldout__every=STEPS
     ).run_dir
-    progress = wait_until(run_dir, is_over, 600)["progress"]
+    progress = wait_until(run_dir, is_over, 400)["progress"]
     assert progress["steps_done"] == STEPS
     steps = events_of(run_dir, "actor", "step")
     gaps = [step["engine_gap/max"] for step in steps if "engine_gap/max" in step]

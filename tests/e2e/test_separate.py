@@ -154,7 +154,7 @@ def test_two_sides_that_never_meet_refill_every_batch_with_the_next_groups_that_
     }  # fmt: skip
     run_dir = submit_apart(tiny, tmp_path, **refilled)
     try:
-        now = wait_until(run_dir, is_over, 600)
+        now = wait_until(run_dir, is_over, 400)
         assert now["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
         taught = planned(run_dir)
         assert taught == next_that_teach(run_dir, steps, PROMPTS)

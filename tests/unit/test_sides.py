@@ -155,16 +155,18 @@ HETJOB = (
     ("state", "priority", "reason", "queued"),
     [
         ("RUNNING", 0, "None", "active"),
+        ("SUSPENDED", 0, "None", "active"),
         ("PENDING", 0, "job_requeued_in_held_state", "held"),
         ("PENDING", 0, "JobHeldUser", "held"),
         ("PENDING", 4294901756, "Resources", "active"),
+        ("COMPLETING", 0, "job_requeued_in_held_state", "held"),
         ("COMPLETING", 7, "None", "active"),
         ("COMPLETED", 7, "None", "ended"),
         ("CANCELLED", 7, "None", "ended"),
         ("FAILED", 7, "NonZeroExitCode", "ended"),
     ],
 )
-def test_a_job_is_held_if_it_waits_and_has_no_priority(state, priority, reason, queued):
+def test_a_job_is_held_if_it_waits_or_ends_and_has_no_priority(state, priority, reason, queued):
     text = HETJOB.format(state=state, priority=priority, reason=reason)
     assert queue.parse("8", text) == Seen(queued, "8.2")
 

@@ -9,6 +9,10 @@ from relax_hpc.launch.sides.turn import Queued, Seen
 
 log = logging.getLogger(__name__)
 
+_ENDING = "COMPLETING"
+"""A job that was requeued to be held is held from then on; a release is heeded while its last tasks
+end, too. One that was suspended has no priority either."""
+
 
 def look(job_id: str) -> Seen:
     """Asks Slurm for a job, by the id of its leader."""
@@ -28,7 +32,7 @@ def parse(job_id: str, text: str) -> Seen:
         queued = "unknown"
     elif not states.is_alive(state):
         queued = "ended"
-    elif states.is_waiting(state) and found.get("Priority") == "0":
+    elif (states.is_waiting(state) or state == _ENDING) and found.get("Priority") == "0":
         queued = "held"
     return Seen(queued, f"{job_id}.{found.get('Restarts', '0')}")
 
