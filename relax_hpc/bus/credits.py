@@ -41,6 +41,9 @@ class Credit(NamedTuple):
     judged_guid_below: int = 0
     """All guids below are planned, skipped, or wait for their step, and what is skipped of them is
     in the plan; told at multiples of `staleness.judging_span`."""
+    seen: tuple[int, ...] = ()
+    """Sequence numbers behind the newest shard of each producer, in the order of the header, whose
+    skips are in `batch_ends`; none if that is not known."""
 
 
 class CreditWriter:
@@ -135,7 +138,7 @@ class _Newest:
                 self.plan_fence = record["plan_fence"]
                 values = {key: value for key, value in record.items() if key != "plan_fence"}
                 owed = tuple(Owed(*entry) for entry in values.pop("owed", ()))
-                ends = tuple(values.pop("batch_ends", ()))
-                credit = Credit(**values, owed=owed, batch_ends=ends)
+                ends, seen = (tuple(values.pop(name, ())) for name in ("batch_ends", "seen"))
+                credit = Credit(**values, owed=owed, batch_ends=ends, seen=seen)
                 is_end = credit.finished and credit.step >= self._num_steps
                 self.credit = credit._replace(finished=is_end)

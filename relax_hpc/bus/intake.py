@@ -95,6 +95,8 @@ class Intake:
         self._repeats: dict[int, list[str]] = {}
         """guid of a waiting group -> uuids of the shards that repeat it."""
         self._num_damaged: dict[str, int] = {}
+        self._next_seq = dict.fromkeys(producers, 0)
+        self._has_looked = False
         self.on_record: dict[str, dict[int, int]] = {}
         """uuid of a shard -> guid -> rows that the plan accounts for, as used or passed over."""
         for uuid, guid, rows in chain.base.on_record:
@@ -115,6 +117,16 @@ class Intake:
         while guid in self.planned or guid in self.waiting:
             guid += 1
         return guid // span * span
+
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """Sequence numbers behind the newest shard of each producer that was judged; none before
+        the first look, and where nothing is judged.
+
+        Where all shards of one are retired it may be 0.
+        """
+        known = self._has_looked and self._judge is not None
+        return tuple(self._next_seq.values()) if known else ()
 
     def num_records(self, producer: str) -> int:
         return self._tails[producer].num_records
@@ -194,12 +206,15 @@ class Intake:
                 if record.kind is not kind:
                     continue
                 self._live[name].append((number, record))
+                if kind is RecordKind.BASE:
+                    self._next_seq[name] = record.seq + 1
                 if record.uuid in self._settled:
                     continue
                 if kind is RecordKind.BASE:
                     self._admit(name, record, step)
                 else:
                     self._widen(name, record)
+        self._has_looked = True
 
     def retire(self, retired: GuidSet) -> dict[str, LogPosition]:
         """Forgets what no resume can need any more; where in the logs the rest begins."""

@@ -45,8 +45,8 @@ class Producer(Owner):
         spares: int = 0,
     ) -> None:
         super().__init__(paths, name, PRODUCER, provenance, compress=compress, spares=spares)
-        self._source: dict[int, str] = {}
-        """guid -> uuid of the live shard that it is committed in."""
+        self._source: dict[int, CommitRecord] = {}
+        """guid -> record of the live shard that it is committed in."""
         self._partial_in: dict[str, set[int]] = {}
         """uuid of a live shard of unfinished groups -> guids of those not finished since."""
         self.partial: dict[int, PromptGroup] = {}
@@ -86,8 +86,13 @@ class Producer(Owner):
                 f"{self.name}: prompt groups {known} are committed already, or twice here"
             )
         record = self._commit(RecordKind.BASE, groups)
-        self._finish(guids, record.uuid)
+        self._finish(guids, record)
         return record.seq
+
+    def seq_of(self, guid: int) -> int | None:
+        """Sequence number of the live shard that a group is committed in; None if it is not."""
+        record = self._source.get(guid)
+        return None if record is None else record.seq
 
     def put_partial(self, groups: Sequence[PromptGroup]) -> int:
         """Publishes unfinished prompt groups, for the next incarnation to go on with.
@@ -121,8 +126,8 @@ class Producer(Owner):
         dropped = set(again)
         owed = [
             guid
-            for guid, uuid in self._source.items()
-            if Owed(guid, uuid) in dropped or Owed(-1, uuid) in dropped
+            for guid, record in self._source.items()
+            if Owed(guid, record.uuid) in dropped or Owed(-1, record.uuid) in dropped
         ]
         for guid in owed:
             del self._source[guid]
@@ -142,7 +147,7 @@ class Producer(Owner):
             del self._partial_in[uuid]
         deleted = self._delete(lambda r: r.guid_max < retired_guid_below or r.uuid in done)
         for guid in [guid for guid in self._source if guid < retired_guid_below]:
-            if self._source[guid] in deleted:
+            if self._source[guid].uuid in deleted:
                 del self._source[guid]
         return len(deleted)
 
@@ -172,7 +177,7 @@ class Producer(Owner):
             if shard.uuid != record.uuid:
                 raise DamagedError(f"{shard.path}: is not the shard that was committed")
             if record.kind is RecordKind.BASE:
-                self._finish(np.unique(shard.read("row/guid")).tolist(), shard.uuid)
+                self._finish(np.unique(shard.read("row/guid")).tolist(), record)
                 return
             groups: dict[int, PromptGroup] = {}
             for row in from_columns(shard.read_span(0, shard.rows), shard.part_names):
@@ -181,12 +186,12 @@ class Producer(Owner):
         self._partial_in[record.uuid] = set(groups)
         self.partial.update(groups)
 
-    def _finish(self, guids: Sequence[int], uuid: str) -> None:
+    def _finish(self, guids: Sequence[int], record: CommitRecord) -> None:
         """Notes that groups are committed as a whole; what was kept of them before is of no use.
 
         What is kept later stays: it is of a group that the trainer dropped, sampled once more.
         """
-        self._source.update(dict.fromkeys(guids, uuid))
+        self._source.update(dict.fromkeys(guids, record))
         for guid in guids:
             self.partial.pop(guid, None)
         for unfinished in self._partial_in.values():

@@ -1,7 +1,7 @@
 """The reading end: the rows of a planned batch, verified, and no more bytes than asked for."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +9,7 @@ import numpy.typing as npt
 from relax_hpc.bus import layout
 from relax_hpc.bus.plan import Part, Sidecar
 from relax_hpc.bus.shards import media
-from relax_hpc.bus.shards.encode import PARTS, from_columns
+from relax_hpc.bus.shards.encode import PARTS, facts, from_columns
 from relax_hpc.bus.shards.open_shards import OpenShards
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.errors import BusError, DamagedError
@@ -53,6 +53,12 @@ class BatchIndex(NamedTuple):
     policy_version_min: Array
     policy_version_max: Array
     finish: Array
+
+    @classmethod
+    def of(cls, rows: Sequence[Trajectory]) -> Self:
+        """Makes it of rows that are not in a shard yet, as it will be read back."""
+        columns = facts(rows)
+        return cls(**{name: columns[f"row/{name}"] for name in cls._fields})
 
 
 class Reader:

@@ -363,7 +363,9 @@ class Sequencer:
             decided=self._intake.planned.below,
         )
         judged = self._intake.judged_below(self._span)
-        self._credit = credit._replace(owed=owed, batch_ends=tuple(ends), judged_guid_below=judged)
+        self._credit = credit._replace(
+            owed=owed, batch_ends=tuple(ends), judged_guid_below=judged, seen=self._intake.seen
+        )
         self._credits.write(self._credit)
 
     def _sum_up(self, step: int, place: _Place) -> None:

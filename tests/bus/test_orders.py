@@ -153,7 +153,7 @@ def test_what_was_dropped_is_owed_once_whoever_says_it_again(tmp_path):
     paths = make_bus(tmp_path)
     with Producer(paths, "rollout-0", {}) as producer:
         producer.put([group(0), group(2)])
-        owed = [Owed(0, producer._source[0]), Owed(2, "0" * 32)]
+        owed = [Owed(0, producer._source[0].uuid), Owed(2, "0" * 32)]
         assert producer.owe_again(owed) == [0]
         producer.put([group(0)])
         assert producer.owe_again(owed) == []  # the shard that was dropped is another one
@@ -246,13 +246,13 @@ def test_what_is_kept_of_a_dropped_group_that_is_sampled_again_outlives_a_restar
     with Producer(paths, "rollout-0", {}) as producer:
         producer.put_partial([group(2, response=1)])
         producer.put([group(0), group(2)])
-        assert producer.owe_again([Owed(0, producer._source[0])]) == [0]  # it came too late
+        assert producer.owe_again([Owed(0, producer._source[0].uuid)]) == [0]  # it came too late
         producer.put_partial([group(0, response=2)])
     with Producer(paths, "rollout-0", {}) as producer:
         assert producer.committed == {0, 2}  # the shard is there until the trainer releases it
         assert set(producer.partial) == {0}
         assert producer.collect(0) == 1  # what was kept of group 2 before it was finished
-        assert producer.owe_again([Owed(0, producer._source[0])]) == [0]
+        assert producer.owe_again([Owed(0, producer._source[0].uuid)]) == [0]
         assert len(producer.partial[0].trajectories[0].token_ids) == 3 + 2
         producer.put([group(0)])
         assert producer.partial == {} and producer.collect(0) == 1

@@ -100,7 +100,7 @@ def test_a_dropped_group_that_was_committed_twice_is_sampled_again(tmp_path):
             for _ in range(2):
                 producer.put([group(0)])
                 producer._source.clear()
-            producer._source[0] = read_log(paths.log("rollout-0"))[-1].uuid
+            producer._source[0] = read_log(paths.log("rollout-0"))[-1]
             with pytest.raises(PeerTimeoutError):
                 whole_batch(seq, 2, timeout_s=0)
             assert producer.owe_again(CreditTail(paths).latest().owed) == [0]

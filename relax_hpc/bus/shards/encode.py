@@ -55,19 +55,12 @@ def gather(groups: Sequence[PromptGroup]) -> ColumnPieces:
         raise BusError("a shard needs at least one trajectory")
     for group in groups:
         _check(group)
-    columns: dict[str, Array | Sequence[Array]] = {
-        name: np.array([value(t) for t in rows], COLUMNS[name].dtype)
-        for name, value in _ROW_VALUES.items()
-    }
+    columns: dict[str, Array | Sequence[Array]] = {**facts(rows)}
     mask = np.concatenate([t.loss_mask for t in rows]).astype(np.uint8, copy=False)
     tokens = _offsets([len(t.token_ids) for t in rows])
     turns = [_turns(t) for t in rows]
-    runs = np.concatenate([t.version_runs for t in rows]).astype(np.int32, copy=False)
-    run_offsets = _offsets([len(t.version_runs) for t in rows])
-    oldest, newest = _version_range(runs[:, 1], run_offsets)
+    runs, run_offsets = _runs(rows)
     columns |= {
-        "row/policy_version_min": oldest,
-        "row/policy_version_max": newest,
         OFFSETS["token"]: tokens,
         "ragged/token_ids": _pieces([t.token_ids for t in rows], np.int32),
         "ragged/loss_mask": mask,
@@ -78,6 +71,28 @@ def gather(groups: Sequence[PromptGroup]) -> ColumnPieces:
         "ragged/turns": np.concatenate(turns),
     }
     return {**columns, **_part_columns(rows), **routed.gather(rows), **media.gather(rows)}
+
+
+def facts(rows: Sequence[Trajectory]) -> Columns:
+    """The columns of one number per row, without parts of rewards, as a shard has them."""
+    runs, offsets = _runs(rows)
+    oldest, newest = _version_range(runs[:, 1], offsets)
+    return {
+        **{
+            name: np.array([value(t) for t in rows], COLUMNS[name].dtype)
+            for name, value in _ROW_VALUES.items()
+        },
+        "row/policy_version_min": oldest,
+        "row/policy_version_max": newest,
+    }
+
+
+def _runs(
+    rows: Sequence[Trajectory],
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """The version runs of all rows, one after the other, and where those of each begin and end."""
+    runs = np.concatenate([t.version_runs for t in rows]).astype(np.int32, copy=False)
+    return runs, _offsets([len(t.version_runs) for t in rows])
 
 
 def part_names(rows: Iterable[Trajectory]) -> list[str]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -12,11 +11,11 @@ import numpy as np
 
 from relax_hpc.bus.credits import Credit, CreditTail
 from relax_hpc.bus.durable import Space
-from relax_hpc.bus.staleness import may_start_batch
 from relax_hpc.config.run import RunConfig
 from relax_hpc.roles.rollout.episodes import Grouper
 from relax_hpc.roles.rollout.evaluation import Evaluator
 from relax_hpc.roles.rollout.folders import Folders
+from relax_hpc.roles.rollout.pace import OwnSkips, Pace
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory, key_of_medium
 from relax_hpc.telemetry.events import EventWriter
 
@@ -90,14 +89,16 @@ async def run(
     outbox = Outbox(folders, events, config)
     retired = credit.retired_guid_below if (credit := credits.latest()) else 0
     owed, rest = deque[int](), folders.owed(start=retired)
-    pace, end = Pace(config), end or NoEnd()
+    pace, skips, end = Pace(config), OwnSkips(config, folders), end or NoEnd()
     end.begin(start=retired)
     running = dict[asyncio.Task[PromptGroup], int]()
     while not await _is_over(config, engines, evaluator, credits, running, owed):
         credit, version = credits.latest(), await engines.version()
         evaluator.consider(version, trained=credit.step if credit else 0)
-        owed.extendleft(reversed(folders.owe_again(credit.owed if credit else ())))
-        pace.follow(credit or Credit())
+        again = folders.owe_again(credit.owed if credit else ())
+        owed.extendleft(reversed(again))
+        skips.take_back(again)
+        pace.follow(credit or Credit(), skips.unknown_to(credit))
         is_ending = end.is_near()  # from here on the same, whatever is announced meanwhile
         while not (outbox.full or is_ending) and pace.may_start(_first(owed, rest), version):
             guid = owed.popleft()
@@ -105,7 +106,9 @@ async def run(
         if is_ending:
             await _break_off(running, owed)
         done = await _some(running)
-        outbox.add([task.result() for task in done])
+        finished = [task.result() for task in done]
+        outbox.add(finished)
+        skips.judge(finished)
         running = {started: guid for started, guid in running.items() if started not in done}
         folders.collect(credit.retired_guid_below if credit else 0)
         outbox.send(rest=is_ending or pace.is_done(outbox.guids, running.values()))
@@ -135,54 +138,6 @@ async def _is_over(
             return True
         await asyncio.sleep(POLL_S)
     return False
-
-
-class Pace:
-    """The distance that sampling may run ahead of training."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self._max_staleness = config.schedule.max_staleness
-        self._num_steps = config.schedule.num_steps
-        self._prompts_per_step = config.schedule.prompts_per_step
-        self._credit = Credit()
-        self._spare = int(config.rollout.over_sampling * self._prompts_per_step)
-
-    def follow(self, credit: Credit) -> None:
-        """Goes by the ends of batches that the trainer says."""
-        self._credit = credit
-
-    def batch_of(self, guid: int) -> int:
-        """The latest batch that may get the group, as far as is known: skips make it an earlier
-        one."""
-        ends, size = self._credit.batch_ends, self._prompts_per_step
-        if not ends:
-            return guid // size + 1
-        behind = max(guid - ends[-1], 0) // size
-        return self._credit.step + 1 + bisect_right(ends, guid) + behind
-
-    def may_start(self, guid: int, version: int | None) -> bool:
-        """Whether a prompt group may be started with engines that hold `version`.
-
-        Groups beyond the staleness bound are over-sampled: if one is ready before a straggler of
-        the batch before, it takes its place there. None is started that no batch will want.
-        """
-        if version is None or self.batch_of(guid) > self._num_steps:
-            return False
-        return may_start_batch(
-            self.batch_of(max(guid - self._spare, 0)),
-            policy_version=version,
-            max_staleness=self._max_staleness,
-        )
-
-    def min_version(self, guid: int, version: int | None) -> int:
-        """The oldest policy that may sample a token of a group which starts with `version`."""
-        bound = self.batch_of(guid) - 1 - self._max_staleness
-        return max(min(bound, version or 0), 0)
-
-    def is_done(self, ready: Iterable[int], running: Iterable[int]) -> bool:
-        """Whether none of the running groups belongs to a batch of those that are ready."""
-        last = max((self.batch_of(guid) for guid in ready), default=0)
-        return all(self.batch_of(guid) > last for guid in running)
 
 
 def _first(owed: deque[int], rest: Iterator[int]) -> int:

@@ -305,7 +305,7 @@ def test_rollout_without_a_trainer_goes_as_far_as_it_may_then_has_nothing_to_do_
     journal, events = Journal(), Events()
     made = config(
         schedule__num_steps=6, schedule__prompts_per_step=2, schedule__max_staleness=1,
-        rollout__groups_per_shard=1, **APART,
+        rollout__groups_per_shard=1, algorithm__groups__name="as_sampled", **APART,
     )  # fmt: skip
     prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer="") for i in range(12)]
     sampler, credits, folder, end = Sampler(journal), NoTrainer(), Folder(), End()

@@ -106,7 +106,8 @@ def run(*, version=2, committed=(), again=(), credit=None, count=4, rank=1, **se
     journal, events = Journal(), Events()
     made = config(
         seed=3, schedule__num_steps=STEPS, schedule__prompts_per_step=4, schedule__max_staleness=1,
-        engines__rollout__count=2, rollout__temperature=0.6, rollout__groups_per_shard=1, **settings
+        engines__rollout__count=2, rollout__temperature=0.6, rollout__groups_per_shard=1,
+        algorithm__groups__name="as_sampled", **settings
     )  # fmt: skip
     prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer=str(i)) for i in range(12)]
     sampler = Sampler(version, journal)
@@ -172,6 +173,7 @@ def test_what_is_owed_again_does_not_wait_behind_what_has_to_wait_for_a_newer_po
     made = config(
         schedule__num_steps=STEPS, schedule__prompts_per_step=4, schedule__max_staleness=1,
         engines__rollout__count=2, rollout__groups_per_shard=1,
+        algorithm__groups__name="as_sampled",
     )  # fmt: skip
     prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer=str(i)) for i in range(12)]
     folder = Folder(journal, again=[7, 5], task=1, size=2)

@@ -1,0 +1,276 @@
+"""What a rollout task makes of its own groups that teach nothing, before the trainer sees them."""
+
+import asyncio
+import random
+from contextlib import ExitStack
+
+import episode_fakes
+import numpy as np
+import pytest
+from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus
+from roles import role_fakes
+from roles.role_fakes import Events
+
+from relax_hpc.bus.credits import Credit, CreditTail
+from relax_hpc.bus.plan import read_chain
+from relax_hpc.bus.reader import BatchIndex
+from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.bus.shards.shard import Shard
+from relax_hpc.bus.skips import SkippedGuids
+from relax_hpc.errors import PeerTimeoutError
+from relax_hpc.prompts.source import Prompt
+from relax_hpc.roles.dealing.judging import judge_of, most_skipped
+from relax_hpc.roles.rollout.episodes import seed_of
+from relax_hpc.roles.rollout.folders import Folders
+from relax_hpc.roles.rollout.pace import OwnSkips, Pace
+
+P = 4
+
+
+def config(lag=1, **settings):
+    return role_fakes.config(
+        schedule__num_steps=99, schedule__prompts_per_step=P, schedule__max_staleness=lag,
+        rollout__samples_per_prompt=SIBLINGS, algorithm__groups__name="refill", **settings,
+    )  # fmt: skip
+
+
+def sampled(guid, *, flat, version=0):
+    """A group of equal rewards, or of different ones."""
+    return group(guid, version=version, reward=1.0 if flat else None)
+
+
+def ends(credit, skipped, lag=1):
+    pace = Pace(config(lag))
+    pace.follow(credit, skipped)
+    return [min(g for g in range(99) if pace.batch_of(g) > b) for b in range(1, lag + 3)]
+
+
+# the ends of batches
+
+
+def test_own_skips_move_the_ends_of_batches_that_the_trainer_says():
+    # 0 . . 3 4 5 | 6 7 8 9 | 10 ..
+    assert ends(Credit(), [1, 2]) == [6, 10, 14]
+    # 0 . . 3 4 . 6 | 7 8 9 . 11
+    assert ends(Credit(), [1, 2, 5, 10]) == [7, 12, 16]
+    told = Credit(batch_ends=(6, 13, 17))  # it knows of two in batch 1, of three in batch 2
+    assert ends(told, []) == [6, 13, 17]
+    assert ends(told, [4, 6, 20]) == [8, 15, 19]
+    late = Credit(step=2, policy_version=2, batch_ends=(17, 21, 25))
+    pace = Pace(config())
+    pace.follow(late, [15, 17, 24])
+    assert [pace.batch_of(g) for g in (16, 18, 19, 22, 23, 24)] == [3, 3, 4, 4, 5, 5]
+
+
+def test_an_end_is_never_further_away_than_by_all_skips_and_as_far_if_all_are_own():
+    for seed in range(300):
+        dice = random.Random(seed)
+        all_of_them = sorted(dice.sample(range(24), dice.randrange(16)))
+        own = [guid for guid in all_of_them if dice.random() < 0.5]
+        known = SkippedGuids(above=set(all_of_them) - set(own))
+        both = SkippedGuids(above=all_of_them).batch_ends(1, 3, P) or [4, 8, 12]
+        here = ends(Credit(batch_ends=tuple(known.batch_ends(1, 3, P))), own)
+        assert all(mine <= theirs for mine, theirs in zip(here, both, strict=True)), seed
+        assert ends(Credit(), all_of_them) == both, seed
+
+
+# which groups they are
+
+
+def test_a_group_is_judged_by_the_columns_that_its_shard_will_have(tmp_path):
+    paths = make_bus(tmp_path)
+    groups = [sampled(0, flat=True), sampled(2, flat=False, version=3)]
+    with Folders.open(paths, 0, len(PRODUCERS), {}) as folders:
+        seq = folders.put(groups)
+        with Shard(paths.shard("rollout-0", 1, seq)) as shard:
+            read = {name: shard.read(f"row/{name}") for name in BatchIndex._fields}
+    made = BatchIndex.of([row for each in groups for row in each.trajectories])._asdict()
+    for name, values in read.items():
+        assert values.dtype == made[name].dtype
+        assert np.array_equal(values, made[name]), name
+
+
+def test_they_are_own_from_the_moment_they_are_finished_until_the_trainer_has_seen_them(tmp_path):
+    paths, made = make_bus(tmp_path), config()
+    credits = CreditTail(paths)
+    with Folders.open(paths, 0, len(PRODUCERS), {}) as folders:
+        skips = OwnSkips(made, folders)
+        groups = [sampled(guid, flat=guid in (2, 6)) for guid in (0, 2, 4, 6)]
+        skips.judge(groups[:2])
+        assert skips.unknown_to(None) == [2]
+        folders.put(groups[:2])
+        with Sequencer(
+            paths, prompts_per_step=P, position=None, max_staleness=1, judge=judge_of(made)
+        ) as trainer:
+            assert credits.latest().seen == ()
+            assert skips.unknown_to(credits.latest()) == [], "whether it knows cannot be told"
+            trainer.look()
+            assert credits.latest().seen == (1, 0)
+            assert skips.unknown_to(credits.latest()) == []
+            assert credits.latest().batch_ends[:1] == (5,)
+            skips.judge(groups[2:])
+            assert skips.unknown_to(credits.latest()) == [6]
+            folders.put(groups[2:])
+            assert skips.unknown_to(credits.latest()) == [6]
+            trainer.look()
+            assert credits.latest().batch_ends[:1] == (5,), "1, 3 are of the other task"
+            assert skips.unknown_to(credits.latest()) == []
+        skips.judge([sampled(8, flat=True)])
+        assert skips.unknown_to(credits.latest()) == [8]
+        skips.take_back([8])  # its shard was damaged
+        assert skips.unknown_to(credits.latest()) == []
+        skips.judge([sampled(8, flat=True)])
+        assert skips.unknown_to(credits.latest()._replace(retired_guid_below=9)) == []
+
+
+def test_where_every_group_is_trained_on_none_is_skipped():
+    made = role_fakes.config(algorithm__groups__name="as_sampled")
+    skips = OwnSkips(made, None)
+    skips.judge([sampled(0, flat=True)])
+    assert skips.unknown_to(None) == []
+
+
+def test_without_a_trainer_no_more_are_replaced_than_it_would_let_pass():
+    made = config(lag=0)
+    skips, pace = OwnSkips(made, None), Pace(made)
+    for guid in range(999):
+        pace.follow(Credit(), skips.unknown_to(None))
+        if not pace.may_start(guid, 0):
+            break
+        skips.judge([sampled(guid, flat=True)])
+    assert guid == most_skipped(made) + P == 44
+
+
+# all of it
+
+
+LAG, STEPS, NUM_GUIDS = 2, 6, 400
+
+
+class Run:
+    """Two tasks that go as far as they may, a trainer that looks now and then and starts again."""
+
+    def __init__(self, paths, dice, folders):
+        self.paths, self.dice, self.folders, self.made = paths, dice, folders, config(LAG)
+        self.flat = {guid for guid in range(NUM_GUIDS) if dice.random() < 0.5}
+        self.tasks = [(OwnSkips(self.made, each), Pace(self.made)) for each in folders]
+        self.credits, self.credit = CreditTail(paths), None
+        self.next_guids, self.running = [0, 1], {}
+        self.trainer, self.position, self.step = None, None, 1
+        self.num_ahead = 0
+        """Groups that the trainer had not let them start yet."""
+
+    def hear(self):
+        self.credit = self.credits.latest()
+
+    def start(self):
+        credit, task = self.credit or Credit(), self.dice.randrange(2)
+        (skips, pace), guid = self.tasks[task], self.next_guids[task]
+        pace.follow(credit, skips.unknown_to(self.credit))
+        if pace.may_start(guid, credit.policy_version):
+            self.num_ahead += bool(credit.batch_ends) and guid >= credit.batch_ends[LAG]
+            self.running[guid] = credit.policy_version
+            self.next_guids[task] += 2
+
+    def finish(self):
+        if self.running:
+            guid = self.dice.choice(sorted(self.running))
+            done = sampled(guid, flat=guid in self.flat, version=self.running.pop(guid))
+            self.tasks[guid % 2][0].judge([done])
+            self.folders[guid % 2].put([done])
+
+    def restart(self):
+        if self.trainer:
+            self.trainer.close()
+        self.trainer = Sequencer(
+            self.paths, prompts_per_step=P, position=self.position, max_staleness=LAG,
+            judge=judge_of(self.made),
+        )  # fmt: skip
+        self.trainer.advance(step=self.step - 1, policy_version=self.step - 1)
+
+    def train(self):
+        if self.trainer is None:
+            return
+        try:
+            self.trainer.next_portion(self.step, timeout_s=-1)
+        except PeerTimeoutError:
+            return
+        self.trainer.advance(step=self.step, policy_version=self.step)
+        self.trainer.release(self.step - 1)
+        self.position, self.step = self.trainer.position, self.step + 1
+
+
+def test_no_token_is_staler_than_the_bound_and_batches_are_exact_whoever_knows_what(tmp_path):
+    num_ahead = 0
+    acts = {"start": 30, "finish": 15, "train": 10, "hear": 10, "restart": 1}
+    for seed in range(8):
+        paths = make_bus(tmp_path / str(seed))
+        with ExitStack() as opened:
+            folders = [opened.enter_context(Folders.open(paths, n, 2, {})) for n in (0, 1)]
+            run = Run(paths, random.Random(seed), folders)
+            while run.step <= STEPS:
+                getattr(run, *run.dice.choices([*acts], [*acts.values()]))()
+            run.trainer.close()
+        num_ahead += run.num_ahead
+        teaching = [guid for guid in range(NUM_GUIDS) if guid not in run.flat]
+        for record in read_chain(paths).steps:
+            assert sorted(record.guids) == teaching[(record.step - 1) * P : record.step * P], seed
+            assert record.step - 1 - record.policy_version_min <= LAG, seed
+    assert num_ahead > 10
+
+
+def test_a_task_without_a_trainer_samples_what_takes_the_place_of_groups_without_spread():
+    flat, asked = {1, 4}, []
+    made = role_fakes.config(
+        schedule__num_steps=6, schedule__prompts_per_step=2, schedule__max_staleness=1,
+        rollout__groups_per_shard=1, algorithm__groups__name="refill",
+    )  # fmt: skip
+
+    class Sampler:
+        now = 0
+
+        async def version(self):
+            return self.now
+
+        async def sample(self, given, draft, how, *, seed, homes):
+            guid = given[1] - 100
+            if given != [9]:
+                asked.append(guid)
+            is_first = guid in flat or seed == seed_of(0, guid, 0)
+            return episode_fakes.answer(draft, [int(is_first)], [-0.5], [(0, self.now)])
+
+    class Folder(episode_fakes.Folder):
+        def put(self, groups): ...
+
+    class NoTrainer:
+        credit = None
+
+        def latest(self):
+            return self.credit
+
+    prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer="") for i in range(40)]
+    sampler, credits = Sampler(), NoTrainer()
+    loop = episode_fakes.run(
+        made, prompts, [Prompt(0, [9, 0], "h")], sampler, lambda tokens, _: float(tokens[0]),
+        Folder(), credits, Events(),
+    )  # fmt: skip
+
+    async def story():
+        running = asyncio.create_task(loop)
+        await asyncio.sleep(1.0)
+        # of batches 1 and 2: 0 . | 2 3 . 5 |
+        assert sorted({guid for guid in asked if guid >= 0}) == [0, 1, 2, 3, 4, 5]
+        credits.credit, sampler.now = Credit(step=6, policy_version=6, finished=True), 6
+        await asyncio.wait_for(running, 20)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("seen", [(), (3,), (2, 9)])
+def test_of_a_producer_that_a_trainer_did_not_know_nothing_was_seen(tmp_path, seen):
+    paths = make_bus(tmp_path)
+    with Folders.open(paths, 1, len(PRODUCERS), {}) as folders:
+        for guid in (1, 3, 5):
+            folders.put([sampled(guid, flat=True)])
+        assert folders.unseen([1, 3, 5, 7], seen) == ([7] if len(seen) == 2 else [1, 3, 5, 7])
+        assert folders.unseen([1, 3, 5], (0, 2)) == [5]
