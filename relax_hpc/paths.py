@@ -287,6 +287,10 @@ class RunPaths:
         """Says since when a task has nothing to do, where its job gives nodes back for that."""
         return self.control / f"idle-{attempt}-{task}.json"
 
+    def skips(self, number: int) -> Path:
+        """Says which groups of a rollout task teach nothing, while there is no trainer."""
+        return self.control / f"skips-{number}.json"
+
     def away(self, side: str) -> Path:
         """Says in which attempt the job of a side is about to give its nodes back."""
         return self.control / f"away-{side}.json"

@@ -45,6 +45,15 @@ class Credit(NamedTuple):
     """Sequence numbers behind the newest shard of each producer, in the order of the header, whose
     skips are in `batch_ends`; none if that is not known."""
 
+    def has_seen(self, producer: int, seq: int) -> bool:
+        """Whether the skips of a shard are in `batch_ends`.
+
+        Args:
+            producer: place in the header; of one that is not in `seen` nothing was seen.
+            seq: sequence number of the shard.
+        """
+        return producer < len(self.seen) and seq < self.seen[producer]
+
 
 class CreditWriter:
     """Appends to the log of credits; the sequencer's. Opening it fences every earlier one."""

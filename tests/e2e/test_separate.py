@@ -143,14 +143,16 @@ def test_where_one_side_gives_up_the_other_ends_and_the_run_has_failed_until_it_
         cli("cancel", run_dir)
 
 
+@pytest.mark.parametrize(("tasks", "idle_s"), [(1, 1), (2, 4)])
 def test_two_sides_that_never_meet_refill_every_batch_with_the_next_groups_that_teach(
-    tiny, tmp_path, one_node
+    tiny, tmp_path, one_node, tasks, idle_s
 ):
     steps, staleness = 4, 3
     (tmp_path / "flat.py").write_text(FLAT)
     refilled = {
         "algorithm.groups.name": "refill", "reward.name": f"{tmp_path}/flat.py:score",
-        "schedule.num_steps": steps, "schedule.max_staleness": staleness, "launch.idle_s": 1,
+        "schedule.num_steps": steps, "schedule.max_staleness": staleness, "launch.idle_s": idle_s,
+        "engines.rollout.count": tasks, "engines.rollout.resources.cpus_per_task": 8 // tasks,
     }  # fmt: skip
     run_dir = submit_apart(tiny, tmp_path, **refilled)
     try:

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 
 import episode_fakes
 import numpy as np
-import pytest
 from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus
 from roles import role_fakes
 from roles.role_fakes import Events
@@ -18,13 +17,18 @@ from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.bus.skips import SkippedGuids
 from relax_hpc.errors import PeerTimeoutError
+from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.source import Prompt
+from relax_hpc.records import read_json, write_json
 from relax_hpc.roles.dealing.judging import judge_of, most_skipped
+from relax_hpc.roles.rollout import skips as skips_module
 from relax_hpc.roles.rollout.episodes import seed_of
 from relax_hpc.roles.rollout.folders import Folders
-from relax_hpc.roles.rollout.pace import OwnSkips, Pace
+from relax_hpc.roles.rollout.pace import Pace
+from relax_hpc.roles.rollout.skips import Board, Skip, Skips, exchange_of
 
 P = 4
+APART = {"weights__transport": "files"}
 
 
 def config(lag=1, **settings):
@@ -94,7 +98,7 @@ def test_they_are_own_from_the_moment_they_are_finished_until_the_trainer_has_se
     paths, made = make_bus(tmp_path), config()
     credits = CreditTail(paths)
     with Folders.open(paths, 0, len(PRODUCERS), {}) as folders:
-        skips = OwnSkips(made, folders)
+        skips = Skips(made, folders)
         groups = [sampled(guid, flat=guid in (2, 6)) for guid in (0, 2, 4, 6)]
         skips.judge(groups[:2])
         assert skips.unknown_to(None) == [2]
@@ -125,14 +129,14 @@ def test_they_are_own_from_the_moment_they_are_finished_until_the_trainer_has_se
 
 def test_where_every_group_is_trained_on_none_is_skipped():
     made = role_fakes.config(algorithm__groups__name="as_sampled")
-    skips = OwnSkips(made, None)
+    skips = Skips(made, None)
     skips.judge([sampled(0, flat=True)])
     assert skips.unknown_to(None) == []
 
 
 def test_without_a_trainer_no_more_are_replaced_than_it_would_let_pass():
     made = config(lag=0)
-    skips, pace = OwnSkips(made, None), Pace(made)
+    skips, pace = Skips(made, None), Pace(made)
     for guid in range(999):
         pace.follow(Credit(), skips.unknown_to(None))
         if not pace.may_start(guid, 0):
@@ -153,7 +157,7 @@ class Run:
     def __init__(self, paths, dice, folders):
         self.paths, self.dice, self.folders, self.made = paths, dice, folders, config(LAG)
         self.flat = {guid for guid in range(NUM_GUIDS) if dice.random() < 0.5}
-        self.tasks = [(OwnSkips(self.made, each), Pace(self.made)) for each in folders]
+        self.tasks = [(Skips(self.made, each), Pace(self.made)) for each in folders]
         self.credits, self.credit = CreditTail(paths), None
         self.next_guids, self.running = [0, 1], {}
         self.trainer, self.position, self.step = None, None, 1
@@ -266,11 +270,60 @@ def test_a_task_without_a_trainer_samples_what_takes_the_place_of_groups_without
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("seen", [(), (3,), (2, 9)])
-def test_of_a_producer_that_a_trainer_did_not_know_nothing_was_seen(tmp_path, seen):
+# other tasks
+
+
+def test_of_a_producer_that_a_trainer_did_not_know_nothing_was_seen():
+    told = Credit(seen=(2, 9))
+    assert [told.has_seen(*place) for place in ((0, 1), (0, 2), (1, 8), (2, 0))] == [1, 0, 1, 0]
+    assert not Skip(7, 2, 0).is_known_to(told)
+    assert Skip(7, 2, 0).is_known_to(told._replace(retired_guid_below=8))
+
+
+def test_tasks_that_have_nothing_to_do_tell_each_other_what_is_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(skips_module, "EXCHANGE_EVERY_S", 0.0)
+    run, made = RunPaths(tmp_path / "run"), config(launch__layout="separate", **APART)
     paths = make_bus(tmp_path)
-    with Folders.open(paths, 1, len(PRODUCERS), {}) as folders:
-        for guid in (1, 3, 5):
-            folders.put([sampled(guid, flat=True)])
-        assert folders.unseen([1, 3, 5, 7], seen) == ([7] if len(seen) == 2 else [1, 3, 5, 7])
-        assert folders.unseen([1, 3, 5], (0, 2)) == [5]
+    with ExitStack() as opened:
+        folders = [opened.enter_context(Folders.open(paths, n, 2, {})) for n in (0, 1)]
+        tasks = [Skips(made, f, exchange_of(made, run, n, 2)) for n, f in enumerate(folders)]
+        tasks[0].judge([sampled(0, flat=True), sampled(2, flat=False)])
+        tasks[1].judge([sampled(1, flat=True)])
+        for task in tasks:
+            task.note(idle=True)
+        assert [task.unknown_to(None) for task in tasks] == [[0], [1]], "none is committed"
+        folders[0].put([sampled(0, flat=True)])
+        folders[1].put([sampled(1, flat=True)])
+        for task in (*tasks, *tasks):
+            task.note(idle=False)
+        assert [task.unknown_to(None) for task in tasks] == [[0], [1]]
+        for task in (*tasks, tasks[0]):
+            task.note(idle=True)
+        assert [task.unknown_to(None) for task in tasks] == [[0, 1], [0, 1]]
+        assert read_json(run.skips(1)) == {"skips": [[1, 1, 0]]}
+        half = Credit(seen=(1, 0))
+        assert [task.unknown_to(half) for task in tasks] == [[1], [1]]
+        assert [task.unknown_to(Credit(seen=(1, 1))) for task in tasks] == [[], []]
+        assert [task.unknown_to(Credit()) for task in tasks] == [[], []]
+
+
+def test_records_are_written_when_they_change_and_looked_at_once_a_second(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(skips_module, "write_json", lambda path, record: written.append(record))
+    board = Board(RunPaths(tmp_path), 0, 2)
+    (tmp_path / "control").mkdir()
+    write_json(RunPaths(tmp_path).skips(1), {"skips": [[3, 1, 0]]})
+    assert board([]) == board([Skip(2, 0, 0)]) == [(3, 1, 0)]
+    assert written == [], "there was nothing to tell, and then it was not time to"
+    board._next_look = 0.0
+    for _ in range(3):
+        board([Skip(2, 0, 0)])
+        board._next_look = 0.0
+    assert written == [{"skips": [(2, 0, 0)]}]
+
+
+def test_where_the_trainer_is_there_or_no_other_task_nothing_is_exchanged(tmp_path):
+    run = RunPaths(tmp_path)
+    apart = config(launch__layout="separate", **APART)
+    assert exchange_of(apart, run, 0, 1) is None and exchange_of(config(), run, 0, 2) is None
+    assert exchange_of(apart, run, 0, 2) is not None

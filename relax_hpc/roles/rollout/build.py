@@ -36,6 +36,7 @@ from relax_hpc.roles.rollout.folders import Folders
 from relax_hpc.roles.rollout.heldout import Board
 from relax_hpc.roles.rollout.prompt_check import Sources
 from relax_hpc.roles.rollout.retirement import retirement_of
+from relax_hpc.roles.rollout.skips import Skips, exchange_of
 from relax_hpc.roles.rollout.unfinished import MODEL, AnnouncedEnd, Unfinished, digests_of
 from relax_hpc.sampling.client import PoolClient, client_of
 from relax_hpc.telemetry.events import EventWriter
@@ -136,6 +137,7 @@ async def _loop(
             CreditTail(paths.bus, num_steps=config.num_steps, every_s=credits_every_s(config)),
             events,
             AnnouncedEnd(ending, unfinished, idle, NewestVersion(config, paths)),
+            Skips(config, folders, exchange_of(config, paths, share.number, share.size)),
         )
 
 

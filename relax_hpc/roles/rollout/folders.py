@@ -102,19 +102,11 @@ class Folders:
     def times_kept(self, guid: int) -> int:
         return self._of(guid).times_kept(guid)
 
-    def unseen(self, guids: Iterable[int], seen: Sequence[int]) -> list[int]:
-        """Selects groups of the task that are in no shard that a trainer has seen.
-
-        Args:
-            guids: of the groups.
-            seen: as in `Credit`; of a producer that is not in it nothing was seen.
-        """
-        found = ((guid, self._deals.folder_of(guid), self._of(guid).seq_of(guid)) for guid in guids)
-        return [
-            guid
-            for guid, number, seq in found
-            if seq is None or number >= len(seen) or seq >= seen[number]
-        ]
+    def place_of(self, guid: int) -> tuple[int, int] | None:
+        """Number of the folder, and of the shard in it, that a group of the task is committed in;
+        None if it is not."""
+        seq = self._of(guid).seq_of(guid)
+        return None if seq is None else (self._deals.folder_of(guid), seq)
 
     def put(self, groups: Sequence[PromptGroup]) -> int:
         return self._of(groups[0].guid).put(groups)

@@ -15,7 +15,8 @@ from relax_hpc.config.run import RunConfig
 from relax_hpc.roles.rollout.episodes import Grouper
 from relax_hpc.roles.rollout.evaluation import Evaluator
 from relax_hpc.roles.rollout.folders import Folders
-from relax_hpc.roles.rollout.pace import OwnSkips, Pace
+from relax_hpc.roles.rollout.pace import Pace
+from relax_hpc.roles.rollout.skips import Skips
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory, key_of_medium
 from relax_hpc.telemetry.events import EventWriter
 
@@ -77,6 +78,7 @@ async def run(
     credits: CreditTail,
     events: EventWriter,
     end: End | None = None,
+    skips: Skips | None = None,
 ) -> None:
     """Samples every prompt ordinal this task owns, once, until the trainer says it is finished.
 
@@ -89,7 +91,7 @@ async def run(
     outbox = Outbox(folders, events, config)
     retired = credit.retired_guid_below if (credit := credits.latest()) else 0
     owed, rest = deque[int](), folders.owed(start=retired)
-    pace, skips, end = Pace(config), OwnSkips(config, folders), end or NoEnd()
+    pace, skips, end = Pace(config), skips or Skips(config, folders), end or NoEnd()
     end.begin(start=retired)
     running = dict[asyncio.Task[PromptGroup], int]()
     while not await _is_over(config, engines, evaluator, credits, running, owed):
@@ -114,7 +116,9 @@ async def run(
         outbox.send(rest=is_ending or pace.is_done(outbox.guids, running.values()))
         if is_ending and not outbox.guids:
             end.keep(owed)
-        end.note(version, idle=not (running or outbox.guids or evaluator.is_busy))
+        idle = not (running or outbox.guids or evaluator.is_busy)
+        end.note(version, idle=idle)
+        skips.note(idle=idle)
     end.close()
     await evaluator.finish(config.schedule.num_steps)
 

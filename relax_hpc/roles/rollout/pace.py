@@ -1,15 +1,11 @@
-"""How far a rollout task may run ahead of training, and which of its groups no batch will have."""
+"""How far a rollout task may run ahead of training."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 from relax_hpc.bus.credits import Credit
-from relax_hpc.bus.reader import BatchIndex
 from relax_hpc.bus.staleness import may_start_batch
 from relax_hpc.config.run import RunConfig
-from relax_hpc.roles.dealing.judging import judge_of, most_skipped
-from relax_hpc.roles.rollout.folders import Folders
-from relax_hpc.schema import PromptGroup
 
 
 class Pace:
@@ -75,48 +71,3 @@ class Pace:
         """Whether none of the running groups belongs to a batch of those that are ready."""
         last = max((self.batch_of(guid) for guid in ready), default=0)
         return all(self.batch_of(guid) > last for guid in running)
-
-
-class OwnSkips:
-    """The groups of this task that teach nothing, until the trainer knows of them.
-
-    It skips them by the same rule. So what takes their place is sampled at once: the trainer may be
-    busy, or, where the sides of a run are jobs of their own, not be there.
-
-    Args:
-        config: of the run.
-        folders: of the task.
-    """
-
-    def __init__(self, config: RunConfig, folders: Folders) -> None:
-        self._judge, self._most, self._folders = judge_of(config), most_skipped(config), folders
-        self._guids = set[int]()
-
-    def judge(self, groups: Sequence[PromptGroup]) -> None:
-        """Takes groups that are finished, committed or not."""
-        if self._judge is None or not groups:
-            return
-        verdicts = self._judge(BatchIndex.of([row for each in groups for row in each.trajectories]))
-        for group, verdict in zip(groups, verdicts, strict=True):
-            if not verdict.teaches:
-                self._guids.add(group.guid)
-
-    def take_back(self, guids: Iterable[int]) -> None:
-        """Forgets groups that are sampled again."""
-        self._guids.difference_update(guids)
-
-    def unknown_to(self, credit: Credit | None) -> list[int]:
-        """Guids of those that the trainer did not know when it wrote the credit, rising.
-
-        No more than may be skipped for one step: it is the trainer that ends such a run.
-
-        Args:
-            credit: the newest; None before the first trainer has started.
-        """
-        if credit is None:
-            return sorted(self._guids)[: self._most]
-        if not credit.seen or not self._guids:
-            return []
-        left = [guid for guid in self._guids if guid >= credit.retired_guid_below]
-        self._guids = set(self._folders.unseen(left, credit.seen))
-        return sorted(self._guids)[: self._most]
