@@ -250,6 +250,16 @@ def test_a_failed_update_is_an_error_and_the_next_one_works(engine):
     assert_logprobs_equal(generation, reference)
 
 
+def test_an_engine_that_is_asked_for_its_version_all_the_time_has_other_lines_in_its_log(engine):
+    client = engine.client()
+    for _ in range(3):
+        client.version(), client.num_requests(), client.health(5.0)
+    generate(engine, prompt_of(3), [1])
+    said = engine.process.log_path.read_text()
+    assert engine.kind == "embedded" or "POST /generate" in said
+    assert not any(f"GET {path}" in said for path in ("/model_info", "/v1/loads", "/health"))
+
+
 def test_a_wrong_token_is_refused_by_name(engine):
     stranger = EngineClient(engine.process.url, "wrong")
     with pytest.raises(EngineError, match=f"{engine.process.url}/model_info: HTTP 401"):

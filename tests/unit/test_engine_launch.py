@@ -160,6 +160,7 @@ def test_the_command_line_of_an_engine_is_the_one_written_down(tmp_path):
     )  # fmt: skip
     assert argv == [
         "--skip-tokenizer-init", "--grammar-backend", "none", "--incremental-streaming-output",
+        "--uvicorn-access-log-exclude-prefixes", "/model_info", "/v1/loads", "/health",
         "--tp-size", "2", "--disable-radix-cache", "--custom-weight-loader", LOADER,
         "--model-path", str(tmp_path), "--host", "10.0.0.1", "--port", "7", "--dtype", "bfloat16",
         "--random-seed", "3", "--weight-version", "0", "--max-running-requests", "8",

@@ -60,6 +60,9 @@ _ALIASES = {
 }
 """Other names that SGLang has for arguments that matter here."""
 
+_ASKED_OFTEN = ["/model_info", "/v1/loads", "/health"]
+"""Requests by which tasks look for versions and signs of life: a line each would fill the log."""
+
 _CPU_DEFAULTS: PassThrough = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -126,6 +129,7 @@ def arguments(
         "skip_tokenizer_init": True,
         "grammar_backend": "none",
         "incremental_streaming_output": True,  # else a chunk has everything so far, again and again
+        "uvicorn_access_log_exclude_prefixes": _ASKED_OFTEN,
         **(_CPU_DEFAULTS if device == "cpu" else {}),
         **engine_args,
         "enable_return_routed_experts": routed_experts,
