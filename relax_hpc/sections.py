@@ -74,6 +74,12 @@ def _one_line(text: str) -> str:
     return text
 
 
+def _amount(text: str) -> str:
+    if not re.fullmatch(r"\d+([KMGT]B?)?", text, re.IGNORECASE):
+        raise ValueError('is no amount of memory; use "64G", or 65536 for megabytes')
+    return text
+
+
 def _counted(value: Any) -> Any:  # noqa: ANN401
     if isinstance(value, str):  # one that names a type was taken apart before
         raise ValueError('is no number of GPUs; use 4 or "h100:4"')
@@ -139,7 +145,7 @@ class Request(Section):
     `gpus_per_node` as well, in a profile at least."""
     cpus_per_task: Positive | None = None
     """`sbatch --cpus-per-task`: cores of each task."""
-    mem: Spelled | None = None
+    mem: Annotated[Spelled, AfterValidator(_amount)] | None = None
     """Memory per node, as Slurm writes it: "64G", or megabytes. Give every component one or
     none."""
     mpi: Annotated[Line | None, BeforeValidator(_mpi)] = None

@@ -81,6 +81,10 @@ def test_gpus_of_all_nodes_are_dealt_over_them():
         ({"gpus": "many"}, "gpus = 'many': is no number of GPUs; use 4 or"),
         ({"gpus": 2, "gpus_per_node": 1}, "takes either gpus or gpus_per_node; remove one of them"),
         ({"gpus_per_node": "h100:"}, "gpus_per_node = 'h100:': is no number of GPUs; use 4 or"),
+        *(
+            ({"mem": mem}, f"mem = {mem!r}: is no amount of memory; use")
+            for mem in ("64 GB", "1.5G", "64GiB", "64B", "-1")
+        ),
         ({"time": True}, "time = True: input should be a valid string"),
         ({"time": 2.5}, "time = 2.5: input should be a valid string"),
         ({"mail": "a@b.c"}, "resources.mail = 'a@b.c': is of the whole job; set resources.mail"),
