@@ -58,8 +58,11 @@ class Made:
     async def visit(self, version, trained):
         self.sampler.now = version
         self.evaluator.consider(version, trained=trained)
-        for _ in range(20):
+        still = 0
+        while still < 20:
+            asked = self.sampler.asked
             await asyncio.sleep(0.001)
+            still = still + 1 if asked == self.sampler.asked else 0
 
     @property
     def said(self):
