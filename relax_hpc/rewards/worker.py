@@ -155,15 +155,19 @@ def _go_on_below(given: Arguments) -> None:
     end_with(given.owner, signal.SIGTERM)
     adopt_orphans()
     above = os.getpid()
+    # Until it is ready to take along what the child starts, which may be soon.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     child = os.fork()
     if child == 0:
         end_with(above)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         return
     os.close(given.socket)
     os.close(given.progress)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     status = 0
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         while (ended := os.wait()) and ended[0] != child:
             pass
         status = ended[1]

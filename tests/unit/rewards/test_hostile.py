@@ -115,8 +115,24 @@ def test_every_hostile_answer_is_a_zero_with_an_error_soon_after_its_deadline(le
     wait_for_the_end_of(leftover)
 
 
-def test_what_a_reward_started_ends_when_its_owner_is_killed(leftover):
+SLOW = """
+import os, time
+slow = [None]
+os.register_at_fork(
+    after_in_parent=lambda: slow and time.sleep(slow.pop() or 2), after_in_child=slow.clear
+)
+"""
+"""For a process that has no CPU for a while, once it has forked the first time."""
+
+
+@pytest.mark.parametrize("is_starved", [False, True])
+def test_what_a_reward_started_ends_when_its_owner_is_killed(
+    leftover, tmp_path, monkeypatch, is_starved
+):
     """A process of its own is the owner: it is killed while a reward has forked and hangs."""
+    if is_starved:
+        (tmp_path / "sitecustomize.py").write_text(SLOW)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     owner = os.fork()
     if owner == 0:
 
