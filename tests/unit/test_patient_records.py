@@ -32,6 +32,7 @@ from relax_hpc.records import read_json, write_json
 from relax_hpc.roles.ending import Ending
 from relax_hpc.roles.engine.parts import Parts
 from relax_hpc.roles.idle import Idle
+from relax_hpc.roles.rollout import skips
 from relax_hpc.roles.rollout.evaluation import Due
 from relax_hpc.roles.rollout.heldout import Board, Row, Share
 from relax_hpc.roles.rollout.unfinished import digests_of
@@ -124,6 +125,13 @@ def of_sides(paths):
     return holder.idle_s() is not None, raised, storage.exists(paths.away("training"))
 
 
+def of_skips(paths):
+    """Each of two tasks tells of one, then looks."""
+    for number in (0, 1):
+        skips.Board(paths, number, 2)([skips.Skip(number, number, 0)])
+    return [skips.Board(paths, number, 2)([]) for number in (0, 1)]
+
+
 def of_heldout(paths):
     board, due = Board(paths, 0, 1), Due("heldout", "after", 0)
     row = Row(0, 0, 1.0, {}, 3, 3, "stop", 5, ["2"])
@@ -214,6 +222,7 @@ KINDS = {
     of_switches: "switch switches",
     of_ends: "ending saves critic_saves keeps all_keeps cancelled",
     of_sides: "idle away",
+    of_skips: "skips",
     of_heldout: "heldout_shares eval_rows eval_part",
     of_verdicts: "verdict",
     of_engines: "engine_call engine_part engine_log",

@@ -61,7 +61,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
         async def __aexit__(self, *_):
             pass
 
-    async def loop(config, engines, group, evaluator, folders, credits, events, is_ending):
+    async def loop(config, engines, group, evaluator, folders, credits, events, end, skips):
         given.update(locals())
         right = [ord(letter) for letter in r"\boxed{75}"]
         said = [[*right, 2], [*right[:-2], 2, *right[-2:]], right[1:]]  # 2 is no text
