@@ -21,8 +21,6 @@ FEW = {
     "controller lost": 1, "out of time": 1,
 }  # fmt: skip
 """Kind of end -> how often, of fifteen."""
-EACH = dict.fromkeys(FEW, 1)
-"""One of each kind."""
 BRIEF = {"announced": 2, "told to end": 1, "killed": 12}
 """Likewise, of kinds that a run is back from in seconds."""
 
