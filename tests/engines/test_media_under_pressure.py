@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from seer import IMAGE, TOGETHER, TOLERANCE, VIDEO, Seer, ask, clip, make, source
+from seer import IMAGE, IN_PIECES, TOGETHER, VIDEO, Seer, ask, clip, make, source
 from sglang_under_test import SGLANG_PYTHON, SGLANG_VERSION
 from test_media_of_sglang import CASES
 
@@ -85,7 +85,7 @@ def test_logprobs_are_hugging_faces_of_prompts_in_pieces(pressed, tmp_path, case
     text, media = CASES[case]
     prompt = pressed.prompt(text, *media(tmp_path))
     [made] = ask(pressed, [prompt])
-    assert gap(pressed, prompt, made).max() <= TOLERANCE
+    assert gap(pressed, prompt, made).max() <= IN_PIECES
 
 
 def test_retracted_requests_see_the_same_and_what_they_sampled_is_text(pressed, tmp_path):
