@@ -72,7 +72,7 @@ def folder_of(variables):
     [
         pytest.param(BRIEF, 60, 2.4, 1, marks=pytest.mark.timeout(600), id="brief"),
         pytest.param(
-            FEW, 240, 1.2, 2, marks=[pytest.mark.long, pytest.mark.timeout(1500)], id="every"
+            FEW, 120, 2.4, 2, marks=[pytest.mark.long, pytest.mark.timeout(1500)], id="every"
         ),
     ],
 )
@@ -84,7 +84,7 @@ def test_fifteen_ends_skip_no_prompt_and_train_on_none_twice(
     try:
         ends.all_of(counts)
         hurry(tmp_path)
-        ends.completes(300)
+        ends.completes()
         assert len(ends.done) == 15
         assert_whole(run_dir, steps)
     finally:
@@ -101,7 +101,7 @@ def test_a_hundred_ends_leave_the_curve_of_a_run_that_was_left_alone(tiny, tmp_p
     try:
         ends.all_of({kind: 7 * count for kind, count in FEW.items()})
         hurry(tmp_path / "ended")
-        ended = ends.completes(1800) and assert_whole(run_dir, steps)
+        ended = ends.completes() and assert_whole(run_dir, steps)
     finally:
         cli("cancel", run_dir)
         print(*ends.done, sep="\n")
