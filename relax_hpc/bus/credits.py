@@ -45,14 +45,17 @@ class Credit(NamedTuple):
     """Sequence numbers behind the newest shard of each producer, in the order of the header, whose
     skips are in `batch_ends`; none if that is not known."""
 
-    def has_seen(self, producer: int, seq: int) -> bool:
-        """Whether the skips of a shard are in `batch_ends`.
+    def covers(self, guid: int, place: tuple[int, int] | None) -> bool:
+        """Whether `batch_ends` allow for a group, should it be skipped.
 
         Args:
-            producer: place in the header; of one that is not in `seen` nothing was seen.
-            seq: sequence number of the shard.
+            guid: of the group.
+            place: its producer's in the header, of which nothing was seen if it is not in `seen`,
+                and the sequence number of the shard that the group is in; None: in none yet.
         """
-        return producer < len(self.seen) and seq < self.seen[producer]
+        producer, seq = place or (len(self.seen), 0)
+        is_seen = producer < len(self.seen) and seq < self.seen[producer]
+        return guid < self.retired_guid_below or is_seen
 
 
 class CreditWriter:

@@ -275,9 +275,11 @@ def test_a_task_without_a_trainer_samples_what_takes_the_place_of_groups_without
 
 def test_of_a_producer_that_a_trainer_did_not_know_nothing_was_seen():
     told = Credit(seen=(2, 9))
-    assert [told.has_seen(*place) for place in ((0, 1), (0, 2), (1, 8), (2, 0))] == [1, 0, 1, 0]
-    assert not Skip(7, 2, 0).is_known_to(told)
-    assert Skip(7, 2, 0).is_known_to(told._replace(retired_guid_below=8))
+    places = ((0, 1), (0, 2), (1, 8), (2, 0), None)
+    assert [told.covers(7, place) for place in places] == [1, 0, 1, 0, 0]
+    retired = told._replace(retired_guid_below=8)
+    assert [retired.covers(7, place) for place in places] == [1, 1, 1, 1, 1]
+    assert [retired.covers(8, place) for place in places] == [1, 0, 1, 0, 0]
 
 
 def test_tasks_that_have_nothing_to_do_tell_each_other_what_is_skipped(tmp_path, monkeypatch):

@@ -107,11 +107,9 @@ async def run(
             running[asyncio.create_task(group(guid, pace.min_version(guid, version)))] = guid
         if is_ending:
             await _break_off(running, owed)
-        done = await _some(running)
-        finished = [task.result() for task in done]
+        finished = await _finished(running)
         outbox.add(finished)
         skips.judge(finished)
-        running = {started: guid for started, guid in running.items() if started not in done}
         folders.collect(credit.retired_guid_below if credit else 0)
         outbox.send(rest=is_ending or pace.is_done(outbox.guids, running.values()))
         if is_ending and not outbox.guids:
@@ -270,12 +268,17 @@ async def _break_off(running: "dict[asyncio.Task[PromptGroup], int]", owed: dequ
     owed.extendleft(sorted((running.pop(each) for each in ended), reverse=True))
 
 
-async def _some(
-    running: Collection["asyncio.Task[PromptGroup]"],
-) -> set["asyncio.Task[PromptGroup]"]:
-    """Waits briefly for groups to finish; returns those that have."""
+async def _finished(running: "dict[asyncio.Task[PromptGroup], int]") -> list[PromptGroup]:
+    """Waits briefly for groups to finish; takes those that have, which run no more.
+
+    Raises:
+        Exception: what ended one of them.
+    """
     if not running:
         await asyncio.sleep(POLL_S)
-        return set()
+        return []
     done, _ = await asyncio.wait(running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
-    return done
+    groups = [task.result() for task in done]
+    for task in done:
+        del running[task]
+    return groups

@@ -31,10 +31,6 @@ class Skip(NamedTuple):
     seq: int
     """Sequence number of the shard that it is in."""
 
-    def is_known_to(self, credit: Credit) -> bool:
-        """Whether the trainer knew of it when it wrote the credit."""
-        return self.guid < credit.retired_guid_below or credit.has_seen(self.producer, self.seq)
-
 
 Exchange = Callable[[Sequence[Skip]], Sequence[Skip]]
 """Tells the other tasks of a run of skips of this one; returns those that they have told of."""
@@ -87,15 +83,12 @@ class Skips:
         """
         if credit is not None and not credit.seen:
             return []  # whether it knows cannot be told
+        others = self._others
         if credit is not None:
-            self._guids = {
-                guid
-                for guid in self._guids
-                if guid >= credit.retired_guid_below
-                and not ((skip := self._of(guid)) and skip.is_known_to(credit))
-            }
-        others = {s.guid for s in self._others if credit is None or not s.is_known_to(credit)}
-        return sorted(self._guids | others)[: self._most]
+            place = self._folders.place_of
+            self._guids = {guid for guid in self._guids if not credit.covers(guid, place(guid))}
+            others = [s for s in others if not credit.covers(s.guid, (s.producer, s.seq))]
+        return sorted(self._guids | {skip.guid for skip in others})[: self._most]
 
     def _of(self, guid: int) -> Skip | None:
         place = self._folders.place_of(guid)
