@@ -5,7 +5,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from bus_fixtures import PRODUCERS, group, make_bus, trajectory, whole_batch, with_media
-from bus_steps import P, bus_with_steps, flip, widen
+from bus_steps import P, bus_with_steps, flip, plan, widen
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.producer import Producer
@@ -219,6 +219,17 @@ def test_show_a_step_tells_where_each_group_lies_and_how_stale_it_is(tmp_path):
     assert "deleted" in show.step(paths, 3)
     with pytest.raises(BusError, match=r"^prompt group 11: .*h5 is deleted, .*bus ls says what"):
         show.group(paths, 11, None)
+
+
+def test_show_a_step_tells_how_many_rewards_of_a_group_failed(tmp_path):
+    paths = make_bus(tmp_path)
+    failed = group(0)
+    failed.trajectories[1] = failed.trajectories[1]._replace(reward=0.0, reward_error=True)
+    with Producer(paths, "rollout-0", {}) as producer:
+        producer.put([failed, *map(group, range(1, P))])
+    plan(paths, 1)
+    rewards = [line.split()[5:-1] for line in show.step(paths, 1).splitlines()[3:]]
+    assert rewards == [["0", "(1", "failed)"], ["0.5"], ["0.5"], ["0.5"]]
 
 
 def test_show_a_group_tells_its_fields_planned_or_not(tmp_path):

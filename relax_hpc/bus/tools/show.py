@@ -104,12 +104,13 @@ def _group(paths: BusPaths, reader: Reader, record: PlanRecord) -> tuple[str, ..
     oldest = min((v for v in index.policy_version_min.tolist() if v >= 0), default=None)
     lag = "-" if oldest is None else str(staleness(record.step, oldest))
     tokens = int(index.prompt_len.sum() + index.response_len.sum())
+    failed = int(index.reward_error.sum())  # they have a reward, too
     return (
         str(record.guids[0]),
         *place,
         str(tokens),
         lag,
-        f"{index.rewards.mean():.3g}",
+        f"{index.rewards.mean():.3g}" + f" ({failed} failed)" * bool(failed),
         ", ".join(record.sidecars.get(part.uuid, {})) or "-",
     )
 
