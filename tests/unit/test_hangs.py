@@ -75,6 +75,9 @@ def test_a_task_whose_threads_run_tells_where_its_main_thread_is_and_comes_to_no
         if "memfd:stacks" in str(each.readlink())
     )
     stacks = os.open(f"/proc/{task.pid}/fd/{fd}", os.O_RDONLY)
+    deadline = time.monotonic() + 10
+    while "in compute" not in process.python_stacks(task.pid, stacks):  # it has just begun
+        assert time.monotonic() < deadline
     for _ in range(100):
         said = process.python_stacks(task.pid, stacks)
         assert "in compute" in said, said
