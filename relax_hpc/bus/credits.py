@@ -53,9 +53,12 @@ class Credit(NamedTuple):
             place: its producer's in the header, of which nothing was seen if it is not in `seen`,
                 and the sequence number of the shard that the group is in; None: in none yet.
         """
-        producer, seq = place or (len(self.seen), 0)
-        is_seen = producer < len(self.seen) and seq < self.seen[producer]
-        return guid < self.retired_guid_below or is_seen
+        if guid < self.retired_guid_below:
+            return True
+        if place is None:
+            return False
+        producer, seq = place
+        return producer < len(self.seen) and seq < self.seen[producer]
 
 
 class CreditWriter:

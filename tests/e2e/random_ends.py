@@ -52,7 +52,7 @@ class Ends:
         self._random.shuffle(kinds)
         begun = time.monotonic()
         for kind in kinds:
-            step = self._step_after(self._steps_done())
+            step = self._step_after(max(self._steps(), default=0))
             at_s = round(time.monotonic() - begun, 1)
             self.done.append(Ended(kind, self._do(kind), step, at_s))
 
@@ -61,8 +61,7 @@ class Ends:
         is the machine's."""
         known, since = -1, time.monotonic()
         while (now := self._kept_going())["state"] != "COMPLETED":
-            steps = len(events_of(self._run_dir, "actor", "step"))
-            if steps != known:
+            if (steps := len(self._steps())) != known:
                 known, since = steps, time.monotonic()
             assert time.monotonic() - since < stall_s, (self.done, now, self._log())
             time.sleep(0.5)
@@ -71,18 +70,19 @@ class Ends:
     def _do(self, kind: str) -> str:
         return getattr(self, "_" + kind.replace(" ", "_"))()
 
-    def _steps_done(self) -> int:
-        return max((e["step"] for e in events_of(self._run_dir, "actor", "step")), default=0)
+    def _steps(self) -> list[int]:
+        """All that were trained, one that was trained again as often."""
+        return [each["step"] for each in events_of(self._run_dir, "actor", "step")]
 
     def _step_after(self, before: int, timeout_s: float = 240) -> int:
         """Waits until a step was trained that is newer, or was trained again."""
-        begun, known = time.monotonic(), len(events_of(self._run_dir, "actor", "step"))
-        while len(steps := events_of(self._run_dir, "actor", "step")) == known:
+        begun, known = time.monotonic(), len(self._steps())
+        while len(steps := self._steps()) == known:
             now = self._kept_going()
             assert now["state"] != "COMPLETED", f"over at step {before}, after {self.done}"
             assert time.monotonic() - begun < timeout_s, f"{self.done}\n{now}\n{self._log()}"
             time.sleep(0.5)
-        return steps[-1]["step"]
+        return steps[-1]
 
     def _log(self) -> str:
         return cli("logs", self._run_dir)[-6000:]
