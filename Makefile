@@ -1,6 +1,7 @@
 # make demo    set up what is needed and run the main job on this machine
 # make test    set up what the tests need, a local Slurm included, and pass them
-# make test-long   the other tests: further whole runs and their ends, all layouts, other file systems
+# make test-long   the other tests: further whole runs and their ends, all layouts, other file systems; of some folders
+#              of tests only with FOLDERS="tests/engines tests/slurm"
 # make docs    the pages of keys, events, columns and commands, made of what the code declares
 # make check   lint, types and the direction of imports only
 # make soak    kill the bus's processes more than a thousand times, wherever that can hurt; read 10 GB; hostile rewards; a
@@ -24,6 +25,7 @@ NAME   ?= demo
 # do not, and take memory: as many of theirs as cores.
 WORKERS ?= 3
 SGLANG_WORKERS ?= 2
+FOLDERS ?= tests
 # One thread a process: the demo's processes share the cores among themselves.
 export OMP_NUM_THREADS ?= 1
 # Hundreds of processes import the same files, and pytest rewrites its own: compiled once, seconds each.
@@ -39,7 +41,7 @@ test: setup setup-packages check
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-long: setup setup-packages
-	$(BIN)/pytest -m "long and not soak" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m "long and not soak" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(FOLDERS)
 
 docs: setup
 	$(BIN)/python -m relax_hpc.cli.keys docs

@@ -20,7 +20,9 @@ from relax_hpc.schema import Array
 Attribute = str | int | float
 Pread = Callable[[memoryview, int], int]
 """Fills memory from an offset of a file; returns bytes read, fewer only at its end."""
-ALIGNMENT = 4096
+PAGE, PAGES_FROM = 4096, 1 << 20
+"""Objects from this size on begin on a page: the kernel copies them faster, and small ones would be
+mostly the gaps between them."""
 CHUNK_BYTES = 1 << 20
 ZSTD = 32015
 """HDF5's registered number of the filter."""
@@ -121,8 +123,8 @@ def lay_out(
         "w",
         libver=("v110", "v110"),
         userblock_size=user_block,
-        alignment_threshold=ALIGNMENT,
-        alignment_interval=ALIGNMENT,
+        alignment_threshold=PAGES_FROM,
+        alignment_interval=PAGE,
     ) as file:
         for group in dict.fromkeys(d.name.split("/")[0] for d in datasets):
             h5g.create(file.id, group.encode())
@@ -214,6 +216,7 @@ def _contiguous() -> h5p.PropDCID:
     plist.set_layout(h5d.CONTIGUOUS)
     plist.set_alloc_time(h5d.ALLOC_TIME_EARLY)  # the offset must be known before any data is
     plist.set_fill_time(h5d.FILL_TIME_NEVER)
+    plist.set_obj_track_times(False)
     return plist
 
 
