@@ -96,6 +96,18 @@ def test_a_shard_holds_every_required_column_of_the_schema(tmp_path):
     assert all(columns[name].dtype == COLUMNS[name].dtype for name in columns_of("rollout"))
 
 
+def test_large_columns_begin_on_a_page_and_others_where_the_last_one_ended(tmp_path):
+    around = []
+    for tokens, of_pages in ((9, []), (9_000, []), (300_000, ["token_ids", "rollout_logprobs"])):
+        path = tmp_path / f"{tokens}.h5"
+        columns, info = write(path, build([[(tokens, 0)]]))
+        with Shard(path) as shard:
+            assert not any(shard.fields[f"ragged/{name}"].offset % 4096 for name in of_pages)
+        around.append(info.length - sum(values.nbytes for values in columns.values()))
+    assert around[1] - around[0] < 2048, "HDF5 takes room for small columns 2 KiB at a time"
+    assert around[2] - around[0] < 2048 + 2 * 4096
+
+
 def test_turns_are_those_that_were_written_whatever_the_mask_says():
     """A mask that leaves sampled tokens out, as of a row that is too old, changes no turn."""
     turns = np.array([[0, 0], [2, 1], [4, 2], [6, 1]], np.int32)
