@@ -14,13 +14,14 @@ import hdf5plugin  # noqa: F401 - registers the filter with libhdf5
 import numpy as np
 from h5py import h5d, h5g, h5p, h5s, h5t, h5z
 
+from relax_hpc.bus.shards.memory import PAGE
 from relax_hpc.bus.shards.shard_format import Field, num_bytes
 from relax_hpc.schema import Array
 
 Attribute = str | int | float
 Pread = Callable[[memoryview, int], int]
 """Fills memory from an offset of a file; returns bytes read, fewer only at its end."""
-PAGE, PAGES_FROM = 4096, 1 << 20
+PAGES_FROM = 1 << 20
 """Objects from this size on begin on a page: the kernel copies them faster, and small ones would be
 mostly the gaps between them."""
 CHUNK_BYTES = 1 << 20
@@ -212,21 +213,25 @@ def _create(file: h5py.File, dataset: Dataset, contiguous: h5p.PropDCID) -> int:
 
 
 def _contiguous() -> h5p.PropDCID:
-    plist = h5p.create(h5p.DATASET_CREATE)
+    plist = _plist()
     plist.set_layout(h5d.CONTIGUOUS)
     plist.set_alloc_time(h5d.ALLOC_TIME_EARLY)  # the offset must be known before any data is
-    plist.set_fill_time(h5d.FILL_TIME_NEVER)
-    plist.set_obj_track_times(False)
     return plist
 
 
 def _chunked(dataset: Dataset) -> h5p.PropDCID:
-    plist = h5p.create(h5p.DATASET_CREATE)
+    plist = _plist()
     items = max(dataset.shape[0], 1)
     stride = max(num_bytes(dataset.dtype, dataset.shape) // items, 1)
     plist.set_chunk((min(max(CHUNK_BYTES // stride, 1), items), *dataset.shape[1:]))
     plist.set_shuffle()
     plist.set_filter(ZSTD, h5z.FLAG_MANDATORY, (_ZSTD_LEVEL,))
     plist.set_fletcher32()
+    return plist
+
+
+def _plist() -> h5p.PropDCID:
+    plist = h5p.create(h5p.DATASET_CREATE)
     plist.set_fill_time(h5d.FILL_TIME_NEVER)
+    plist.set_obj_track_times(False)
     return plist
