@@ -2,7 +2,9 @@
 # make test    set up what the tests need, a local Slurm included, and pass them
 # make test-long   the other tests: further whole runs and their ends, all layouts, other file systems; of some folders
 #              of tests only with FOLDERS="tests/engines tests/slurm"
-# make docs    the pages of keys, events, columns and commands, made of what the code declares
+# make docs    the pages of keys, events, columns, paths and commands, made of what the code declares
+# make site    all pages as a site with search, in build/site/index.html; it needs no server
+# make dist    a wheel and an sdist of the last commit, in build/dist
 # make check   lint, types and the direction of imports only
 # make soak    kill the bus's processes more than a thousand times, wherever that can hurt; read 10 GB; hostile rewards; a
 #              student from random weights
@@ -31,7 +33,7 @@ export OMP_NUM_THREADS ?= 1
 # Hundreds of processes import the same files, and pytest rewrites its own: compiled once, seconds each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long docs check soak soak-run soak-sglang mutants setup setup-packages setup-sglang setup-sglang-old demo-sglang test-sglang clean
+.PHONY: demo test test-long docs site dist check soak soak-run soak-sglang mutants setup setup-packages setup-sglang setup-sglang-old demo-sglang test-sglang clean
 
 demo: setup
 	$(BIN)/relax-hpc make-tiny models/tiny
@@ -44,8 +46,19 @@ test-long: setup setup-packages
 	$(BIN)/pytest -m "long and not soak" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(FOLDERS)
 
 docs: setup
-	$(BIN)/python -m relax_hpc.cli.keys docs
-	$(BIN)/python -m relax_hpc.cli.page docs/cli.md
+	$(BIN)/python docs/site/reference.py docs/reference
+
+site: setup
+	$(BIN)/python -c 'import material' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[site]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# From a clean copy: a file that nobody committed stays out.
+dist: $(VENV)/.ready
+	rm -rf build/dist build/source
+	mkdir -p build/source
+	git archive HEAD | tar -x -C build/source
+	$(BIN)/python -m build --outdir build/dist build/source
+	rm -rf build/source
 
 soak: setup
 	$(BIN)/pytest -m soak -s tests/bus tests/bench tests/e2e tests/unit/rewards

@@ -1,13 +1,18 @@
 """Everything this package raises on purpose. Anything else is a bug: let it crash."""
 
+import difflib
+import re
 import reprlib
+from collections.abc import Iterable
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
 _short.maxlong = 40
+_MOST_CHARACTERS = 700
+"""Limit of what a program of somebody else's raised, so that what stands beside it stays whole."""
 
 
-def shown(value: object) -> str:
+def show(value: object) -> str:
     """Returns a given value as a message repeats it: on one line, and not all of it if it is
     long."""
     if isinstance(value, int) and value.bit_length() > 1000:  # Python does not write it out
@@ -20,9 +25,34 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
+def ends_of(text: str, most: int) -> str:
+    """Returns a text of at most so many characters: of a longer one the beginning, and the end with
+    most of the room, since what went wrong stands there."""
+    first = most // 4
+    return text if len(text) <= most else f"{text[:first]} ... {text[first + 5 - most :]}"
+
+
 def type_and_line(error: BaseException) -> str:
     """Returns what a program of somebody else's raised, in a line."""
-    return f"{type(error).__name__}: {first_line(error)}"
+    said = " ".join(ends_of(str(error), 10 * _MOST_CHARACTERS).split())
+    return f"{type(error).__name__}: {ends_of(said, _MOST_CHARACTERS) or type(error).__name__}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Asks whether one of these names was meant; "" if none is like it."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def none_of(name: str, known: Iterable[str]) -> str:
+    """Says which names there are, and which of them may have been meant."""
+    close = nearest(name, known := list(known))
+    return f"is none of {', '.join(known)}" + f"; {close}" * bool(close)
+
+
+def without_number(error: BaseException) -> str:
+    """Returns what an error says, without the number that the system has for it."""
+    return re.sub(r"\[Errno -?\d+\] ", "", str(error))
 
 
 class RelaxError(Exception):

@@ -1,7 +1,8 @@
 """The nouns: what a trajectory is, and which role writes which column of it.
 
 A shard holds n trajectories, in whole prompt groups. `COLUMNS`, top to bottom, is the data path,
-the write permission and the documentation of the file at once; `docs/bus.md` shows the file.
+the write permission and the documentation of the file at once; `docs/reference/bus.md` shows the
+file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,16 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 Role = Literal[
-    "rollout", "actor_fwd", "reference", "advantages", "critic",
-    "teacher", "teacher_2", "teacher_3", "teacher_4",
+    "rollout", "reference", "critic", "teacher", "teacher_2", "teacher_3", "teacher_4",
     "teacher_5", "teacher_6", "teacher_7", "teacher_8",
 ]  # fmt: skip
 """A writer of columns: one writes the rows, the others add to them."""
 ROLES: dict[Role, int] = {
     "rollout": 0,
-    "actor_fwd": 2,
     "reference": 3,
-    "advantages": 4,
     "critic": 5,
     "teacher": 8,
     "teacher_2": 9,
@@ -32,7 +30,7 @@ ROLES: dict[Role, int] = {
     "teacher_7": 14,
     "teacher_8": 15,
 }
-"""Numbers of the roles in the records of a log. Each is given once; 1, 6 and 7 have been."""
+"""Numbers of the roles in the records of a log. Each is given once; 1, 2, 4, 6 and 7 have been."""
 
 TEACHERS: tuple[Role, ...] = tuple(role for role in ROLES if role.startswith("teacher"))
 """Writers of the teachers' columns: a run has one for each of its teachers, in their order."""
@@ -194,9 +192,7 @@ COLUMNS: dict[str, Column] = {
         False,
     ),
     # what others add, each in a sidecar shard of its own
-    "ragged/old_logprobs": Column("float32", "token", "actor_fwd", "log pi_old, nats"),
     "ragged/ref_logprobs": Column("float32", "token", "reference", "log pi_ref, nats"),
-    "ragged/advantages": Column("float32", "token", "advantages", "A_t; 0 off the loss mask"),
     "ragged/values": Column("float32", "token", "critic", "V(s_t)"),
     # of each teacher: those of the rows that it teaches, nan in the others
     **{

@@ -47,17 +47,20 @@ def _plain(value: Any) -> Any:  # noqa: ANN401
     return value
 
 
-def _named(value: Any) -> Any:  # noqa: ANN401
+def _name(value: Any) -> Any:  # noqa: ANN401
     if isinstance(value, str) and (not value.strip() or "\0" in value):
         raise ValueError("is no path; name a file or a folder")
     if isinstance(value, str) and "$" in value:
         raise ValueError("variables are not put in; write the path out")
     if isinstance(value, str) and value.startswith("~"):
-        return str(Path(value).expanduser())  # a folder that is named ~ invites rm -r ~
+        try:
+            return str(Path(value).expanduser())  # a folder that is named ~ invites rm -r ~
+        except RuntimeError:
+            raise ValueError("no home folder is known for ~; write the path out") from None
     return value
 
 
-def _listed(value: Any) -> Any:  # noqa: ANN401
+def _list(value: Any) -> Any:  # noqa: ANN401
     return value if isinstance(value, list) else [value]
 
 
@@ -80,7 +83,7 @@ def _amount(text: str) -> str:
     return text
 
 
-def _counted(value: Any) -> Any:  # noqa: ANN401
+def _count(value: Any) -> Any:  # noqa: ANN401
     if isinstance(value, str):  # one that names a type was taken apart before
         raise ValueError('is no number of GPUs; use 4 or "h100:4"')
     return value
@@ -95,16 +98,16 @@ Line = Annotated[str, AfterValidator(_one_line)]
 Spelled = Annotated[Line, BeforeValidator(_as_slurm_writes, json_schema_input_type=str | int)]
 """Text as Slurm writes it, or a bare number."""
 GpuCount = Annotated[
-    NonNegative, BeforeValidator(_counted), WithJsonSchema({"type": ["integer", "string"]})
+    NonNegative, BeforeValidator(_count), WithJsonSchema({"type": ["integer", "string"]})
 ]
 """A number, or "h100:4" with their type, which becomes `gpu_type`."""
 
 
 PassThrough = dict[str, Annotated[bool | int | float | str | list[Any], BeforeValidator(_plain)]]
-UserPath = Annotated[Path, BeforeValidator(_named)]
+UserPath = Annotated[Path, BeforeValidator(_name)]
 """Relative ones count from where the command is run, "~" is the home of who runs it."""
 MaybeData = Annotated[
-    list[UserPath], BeforeValidator(_listed, json_schema_input_type=Path | list[Path])
+    list[UserPath], BeforeValidator(_list, json_schema_input_type=Path | list[Path])
 ]
 """One name, or a list of them, as `prompts.files` opens them; or none."""
 Data = Annotated[MaybeData, Field(min_length=1)]
@@ -119,7 +122,7 @@ class Section(BaseModel):
     model_config = SETTINGS
 
 
-class Request(Section):
+class SlurmRequest(Section):
     """A part of what is asked of Slurm that components may have in common."""
 
     partition: Line | None = None
@@ -177,7 +180,7 @@ class Request(Section):
         return asked | of_type | {"gpus_per_node": int(match[2])}
 
 
-class Resources(Request):
+class Resources(SlurmRequest):
     """Resources that one component asks Slurm for. Unset fields come from `[resources]`, from the
     site profile, then from Slurm."""
 
@@ -218,6 +221,6 @@ class WholeJob(Section):
     resumed."""
 
 
-class SharedResources(WholeJob, Request):
+class SharedResources(WholeJob, SlurmRequest):
     """Resources that every component asks for, unless its own table says otherwise; and what is
     asked for the whole job."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from cluster import local_slurm
 
-from relax_hpc import storage
+from relax_hpc.runtime.files import storage
 
 BUSY = ("e2e", "slurm", "security", "engines")
 """Folders whose tests keep processors busy; those of others mostly wait, or are short."""
@@ -40,10 +40,14 @@ def own_state(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def impatient():
-    """Undoes what a task that began in this process settled: others would wait out their errors."""
+def unsettled():
+    """Undoes what a task or command that began in this process settled: how long it waits out
+    errors of files, and the umask."""
+    umask = os.umask(0o022)
+    os.umask(umask)
     yield
     storage.settle(0)
+    os.umask(umask)
 
 
 @pytest.fixture(scope="session")

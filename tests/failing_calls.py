@@ -9,6 +9,7 @@ from pathlib import Path
 CALLS = (
     *("open", "read", "write", "pwrite", "pwritev", "preadv", "fsync", "rename", "replace", "link"),
     *("unlink", "mkdir", "listdir", "scandir", "stat", "fstat", "close"),
+    "rmdir",
 )
 UNDONE, DONE, HALF = "undone", "done", "half"
 

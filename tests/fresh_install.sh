@@ -12,7 +12,7 @@ mkdir -p "$folder" && cd "$folder"
 export XDG_CONFIG_HOME=$folder/config XDG_STATE_HOME=$folder/state OMP_NUM_THREADS=1
 "${PYTHON:-python3}" -m venv env
 env/bin/python -m pip install --quiet --upgrade pip
-cp -r "$here/pyproject.toml" "$here/README.md" "$here/relax_hpc" "$here/jobs" "$here/slurm" -t "$(mkdir -p source && echo source)"
+cp -r "$here/pyproject.toml" "$here"/{README.md,LICENSE,NOTICE} "$here/relax_hpc" "$here/jobs" "$here/slurm" -t "$(mkdir -p source && echo source)"
 env/bin/python -m pip wheel --quiet --no-deps --wheel-dir . ./source
 wheel=$(echo relax_hpc-*.whl)
 if [ -n "${RESOLVE:-}" ]; then

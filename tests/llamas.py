@@ -3,7 +3,7 @@
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from relax_hpc.demo import checkpoint
+from relax_hpc.cli.demo import models
 
 BEGIN, HEADER, HEADER_END, TURN_END, MESSAGE_END = TOKENS = [
     "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>",
@@ -64,8 +64,8 @@ SHORT = (
 
 
 def tokenizer(*, chat_template=TEMPLATE, **_):
-    made = checkpoint.tokenizer(
-        special=[*checkpoint.SPECIAL, *TOKENS],
+    made = models.tokenizer(
+        special=[*models.SPECIAL, *TOKENS],
         words=["\\boxed{", "user", "assistant", "\n\n"],
         chat_template=chat_template,
     )
@@ -81,7 +81,7 @@ def model(tokens, *, seed):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=checkpoint.VOCAB_SIZE, hidden_size=128, intermediate_size=256,
+        vocab_size=models.VOCAB_SIZE, hidden_size=128, intermediate_size=256,
         num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=4096, tie_word_embeddings=True,
         rope_parameters={

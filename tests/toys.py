@@ -17,7 +17,7 @@ from submitit import JobEnvironment
 from relax_hpc.errors import MismatchError
 from relax_hpc.launch import entry
 from relax_hpc.launch.script import Job, exit_code_file
-from relax_hpc.paths import RunPaths
+from relax_hpc.runtime.paths import RunPaths
 
 TASK = (str(Path(__file__).absolute()),)
 
@@ -129,12 +129,12 @@ def wait_forever_with_a_child(context, pid_file):
     child = os.fork()
     if child == 0:
         time.sleep(3600)
-    Path(f"{pid_file}-{context.rank}").write_text(f"{os.getpid()} {child}")
+    Path(f"{pid_file}-{context.rank}").write_text(f"{os.getpid()} {child}", encoding="utf-8")
     time.sleep(3600)
 
 
 def fail_for_good(context, mark):
-    with Path(mark).open("a") as file:
+    with Path(mark).open("a", encoding="utf-8") as file:
         file.write(f"{context.start} ")
     raise MismatchError("it will be no better")
 
@@ -167,7 +167,7 @@ def mpi_world(_context):
 def world_of_the_job(context):
     from mpi4py import MPI
 
-    from relax_hpc.comm.world import MpiWorld
+    from relax_hpc.runtime.comm.world import MpiWorld
 
     if context.component == "actor" and context.rank == 0 and context.start == 1:
         os.kill(os.getpid(), signal.SIGKILL)

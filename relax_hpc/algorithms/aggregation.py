@@ -1,12 +1,12 @@
-"""The mean that a loss is: the weight of each row, known before any is read, and of its tokens.
+"""Weighs rows and tokens, which defines the mean in a loss.
 
-A loss sums `token_weights` times the losses of its trained tokens; its denominator is the sum of
-`counts` over rows that have one. How many tokens of a row are trained is known only where it is
-read, and there a mean over sequences divides by it. The rows of a prompt are read in several
-places: a mean over prompts divides by L, the response tokens of rows, tools' and masked ones, too.
+A loss is the sum of `token_weights` times its trained tokens' losses, divided by the sum of
+`counts` over rows with a trained token. Row weights are known before any row is read; a mean over
+sequences divides by the trained tokens where a row is read. A mean over prompts divides by L, all
+response tokens, including masked ones and tools', since a prompt's rows are read in several places.
 
-Most episodes are one row. Where one is several, a mean over tokens counts it by its tokens, as if
-they were one row, and a mean over sequences counts each of its rows.
+Most episodes are one row. With several, a mean over tokens treats them as one row, and a mean over
+sequences counts each row.
 """
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -29,27 +29,26 @@ class RowWeights(NamedTuple):
     """[R] each."""
 
     weights: Floats
-    """Factor of the losses of its tokens."""
+    """Factor of its tokens' losses."""
     counts: Floats
-    """Part of the denominator that the row is."""
+    """Share of the denominator, row by row."""
 
 
 def row_weights(
     aggregation: Aggregation, lengths: Lengths, groups: Lengths, longest: int
 ) -> RowWeights | None:
-    """The weights of rows that are trained on; None if tokens count the same.
+    """Returns the weights of trained rows; None if all tokens count the same.
 
     token: the mean over trained tokens. sequence: of the means of rows over their trained tokens
-    (GRPO, arXiv:2402.03300), which `token_weights` makes of the sums. sequence_sum: of the sums of
-    rows. prompt: of the means over all tokens of a prompt (DAPO, arXiv:2503.14476; ScaleRL,
-    arXiv:2510.13786). constant: of the sums of rows, by a number that is the same for all (Dr.
-    GRPO, arXiv:2503.20783).
+    (GRPO, arXiv:2402.03300), which `token_weights` makes from the sums. sequence_sum: of the sums
+    of rows. prompt: of the means over all tokens of a prompt (DAPO, arXiv:2503.14476; ScaleRL,
+    arXiv:2510.13786). constant: of the sums of rows, divided by the same number for all (Dr. GRPO,
+    arXiv:2503.20783).
 
     Args:
-        aggregation: the mean.
         lengths: [R] L.
         groups: [R] prompt of each row.
-        longest: the number of "constant".
+        longest: the number for "constant".
     """
     ones = np.ones(len(lengths))
     if aggregation == "token":
@@ -63,9 +62,9 @@ def row_weights(
 
 
 def token_weights(aggregation: Aggregation, tokens: Tokens) -> "Tensor | None":
-    """[T] factor of each trained token's loss; None if tokens count the same.
+    """Returns the [T] factor of each trained token's loss; None if tokens count the same.
 
-    Every sequence is here as a whole. One that has no trained token divides by none.
+    Every sequence is complete here. One without trained tokens is not divided.
     """
     weights = tokens.columns.get("weights")
     if weights is None or aggregation != "sequence":

@@ -1,4 +1,7 @@
-"""The loss that a run trains with, composed of the parts of its algorithm."""
+"""Composes the loss of a run from the parts of its algorithm.
+
+Also has the losses of supervised fine-tuning (mean cross entropy) and of a critic.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -9,6 +12,7 @@ from relax_hpc.algorithms.algorithm import Algorithm
 from relax_hpc.algorithms.corrections.none import NoCorrection
 from relax_hpc.algorithms.distill import Distill
 from relax_hpc.algorithms.entropy import Entropy, NoEntropy
+from relax_hpc.algorithms.estimates import estimate_gae
 from relax_hpc.algorithms.kl import Kl
 from relax_hpc.algorithms.part import LossFunction, LossOutput, Tokens, Total
 from relax_hpc.algorithms.ratios import spread
@@ -18,7 +22,7 @@ if TYPE_CHECKING:
 
 Prepare = Callable[[Sequence[Tokens], Total], list[Tokens]]
 TokenWeighing = Callable[[Tokens], "Tensor | None"]
-"""The [T] factor of each trained token in the loss; None if tokens count the same."""
+"""Returns the [T] factor of each trained token's loss; None if tokens count the same."""
 
 
 def counts_the_same(tokens: Tokens) -> None:
@@ -26,45 +30,41 @@ def counts_the_same(tokens: Tokens) -> None:
 
 
 class Objective(NamedTuple):
-    """The function that a trainer minimizes."""
-
     loss: LossFunction
     prepare: Prepare | None = None
-    """Looks at the whole batch before any of it is trained on; all ranks that train rows call it,
-    also without rows. None: no forward pass comes first."""
+    """Processes the whole batch before training; collective over the ranks that train, also those
+    without rows. None: no forward pass comes first."""
     reads_old: bool = True
-    """Whether the loss reads `old_logprobs`."""
     entropy: Entropy = NoEntropy()
-    """Says the weight of the entropy in the loss."""
+    """Gives the weight of the entropy in the loss."""
     weights: TokenWeighing = counts_the_same
-    """Says what tokens weigh, for losses that a model adds to this one."""
+    """Weighs tokens for a model's additional losses."""
 
 
 def objective_of(algorithm: Algorithm, columns: frozenset[str] = frozenset()) -> Objective:
     """Composes the parts of an algorithm.
 
     Args:
-        algorithm: to train with.
-        columns: short names of those that all rows have.
+        columns: short names of columns in all rows.
     """
     needs = algorithm.needs
     return Objective(
-        partial(_loss, algorithm, _measured_kl(algorithm, columns)),
-        partial(_prepared, algorithm) if needs.prepass else None,
+        partial(_loss, algorithm, _choose_kl(algorithm, columns)),
+        partial(_prepare, algorithm) if needs.prepass else None,
         needs.prepass or "old" in needs.anchors,
         algorithm.entropy,
         partial(token_weights, algorithm.aggregation),
     )
 
 
-def _measured_kl(algorithm: Algorithm, columns: frozenset[str]) -> Kl | None:
+def _choose_kl(algorithm: Algorithm, columns: frozenset[str]) -> Kl | None:
     if "ref_logprobs" not in columns:
         return None
     return algorithm.kl if isinstance(algorithm.kl, Kl) else Kl(name="k3", coefficient=0.0)
 
 
-def _prepared(algorithm: Algorithm, batches: Sequence[Tokens], total: Total) -> list[Tokens]:
-    """Asks the parts that want it, in the order in which a reward becomes a loss."""
+def _prepare(algorithm: Algorithm, batches: Sequence[Tokens], total: Total) -> list[Tokens]:
+    """Calls the parts that need it, in the order in which a reward becomes a loss."""
     found = [_with_advantages(algorithm, tokens) for tokens in batches]
     parts = (algorithm.kl, algorithm.advantage, algorithm.distill, algorithm.loss)
     for part in (*parts, algorithm.correction):
@@ -116,14 +116,14 @@ def _taught(algorithm: Algorithm, tokens: Tokens) -> Tokens:
 
 
 class _Sums:
-    """Sums over the trained tokens of a micro-batch, with the weights that they have."""
+    """Weighted sums over the trained tokens of a micro-batch."""
 
     def __init__(self, tokens: Tokens, weights: "Tensor | None") -> None:
         self._tokens, self._weights = tokens, weights
         self.metrics: dict[str, Tensor] = {}
 
     def measure(self, metrics: "Mapping[str, Tensor]") -> None:
-        """Notes sums without weights, all in one go: each call to the GPU takes its time."""
+        """Adds unweighted sums, all in a single GPU call."""
         import torch
 
         if metrics:
@@ -133,12 +133,12 @@ class _Sums:
             self.metrics |= dict(zip(metrics, sums.unbind(), strict=True))
 
     def over_tokens(self, values: "Tensor") -> "Tensor":
-        """[] of [T]."""
+        """Reduces [T] to []."""
         kept = values.where(self._tokens.loss_mask, 0.0)
         return (kept if self._weights is None else self._weights * kept).sum()
 
     def denominator(self) -> "Tensor | None":
-        """Sum of what the rows count that have a trained token; None without weights."""
+        """Sum of the counts of rows with a trained token; None without weights."""
         from relax_hpc.algorithms.segments import mean_over
 
         tokens = self._tokens
@@ -146,3 +146,55 @@ class _Sums:
             return None
         ids, mask = tokens.sequence_ids, tokens.loss_mask
         return mean_over(tokens.columns["counts"], ids, mask, len(tokens.groups)).sum()
+
+
+def cross_entropy(logprobs: "Tensor", tokens: Tokens) -> LossOutput:
+    """Negative log-likelihood of the trained tokens.
+
+    Args:
+        logprobs: [T] nats, with gradient.
+    """
+    return LossOutput(-logprobs.where(tokens.loss_mask, 0.0).sum(), {})
+
+
+def value_loss(*, clip: float, gamma: float, lam: float) -> LossFunction:
+    """1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), R = V_old + A of `lam`.
+
+    V_old are the values that the batch came with, R is without gradient. The clip is that of PPO's
+    own code (arXiv:1707.06347 has none; verl and OpenRLHF have it with the half, slime without).
+    R with lam = 1 and gamma = 1 is the reward, whatever V_old is: the unbiased target of VAPO
+    (arXiv:2504.05118), decoupled from the lam of the policy's advantages.
+
+    Args:
+        clip: c; 0 does not clip.
+        gamma: and `lam`, see `estimates.estimate_gae`.
+    """
+
+    def loss(values: "Tensor", tokens: Tokens) -> LossOutput:
+        mask = tokens.loss_mask
+        known = tokens.columns["values"]
+        to_come = tokens.columns["advantages"]
+        advantages = estimate_gae(known, to_come, tokens, gamma=gamma, lam=lam)
+        old = known.where(mask, 0)
+        returns = old + advantages.float()
+        new = values.where(mask, 0)
+        squares = (new - returns).square()
+        clipped = new.detach().new_zeros(())
+        if clip > 0:
+            held = (old + (new - old).clamp(-clip, clip) - returns).square()
+            clipped = ((held > squares) & mask).sum()
+            squares = squares.maximum(held)
+        error = new.detach() - returns
+        return LossOutput(
+            squares.sum() / 2,
+            {
+                "value/mean": new.detach().sum(),
+                "value/clipped": clipped,
+                "value/error": error.sum(),
+                "value/square_error": error.square().sum(),
+                "value/return": returns.sum(),
+                "value/square_return": returns.square().sum(),
+            },
+        )
+
+    return loss

@@ -8,25 +8,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def generalized(
+def estimate_gae(
     values: "Tensor", rewards: "Tensor", tokens: Tokens, *, gamma: float, lam: float,
     alpha: float = 0.0,
 ) -> "Tensor":  # fmt: skip
     """A_t = delta_t + gamma lam A_t', delta_t = r_t + gamma V_t' - V_t; 0 where nothing is trained.
 
-    t' is the next token that is trained on in the same sequence: what lies between them was given,
-    by a tool say, and is part of the way from one state to the next. verl does so, too; slime takes
-    a given token for a step of its own. Behind the last one V is 0.
+    t' is the next trained token of the same sequence. Given tokens between them, e.g. from a tool,
+    are part of the state transition. verl does so, too; slime counts a given token as a step. V is
+    0 after the last one.
 
     Args:
         values: [T] V of the state in which a token was chosen.
-        rewards: [T] what is still to come in the sequence from a token on, undiscounted: so r_t is
-            the fall to the next one. The same on all its tokens, it is a reward at the end.
-        tokens: whose loss mask and sequences count.
+        rewards: [T] undiscounted rewards to come from a token on, so r_t is the drop to the next
+            one. The same value on all tokens is a reward at the end.
+        tokens: with loss mask and sequences.
         gamma: discount of a step.
-        lam: 1 trusts rewards alone, 0 the values of the next states.
+        lam: 1 uses rewards alone, 0 the next states' values.
         alpha: above 0, lam is max(0, 1 - 1 / (alpha l)) instead, in a sequence of l trained tokens,
-            so that 1 / (1 - lam) = alpha l (VAPO, arXiv:2504.05118, where it is 0.05).
+            so that 1 / (1 - lam) = alpha l (VAPO, arXiv:2504.05118, with 0.05).
 
     Returns:
         [T] float64.
@@ -52,10 +52,9 @@ def generalized(
 
 
 def _sum_up(delta: "Tensor", decay: "Tensor") -> "Tensor":
-    """A_t = delta_t + decay_t A_(t+1), in as many passes as the length has bits.
+    """A_t = delta_t + decay_t A_(t+1), in log2(length) passes.
 
-    A pass is two calls to the GPU, from one pair of buffers to the other. Behind their ends are
-    zeros enough for the longest stride.
+    A pass is two GPU calls, between two pairs of buffers padded with zeros for the longest stride.
     """
     import torch
 

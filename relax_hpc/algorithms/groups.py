@@ -1,4 +1,4 @@
-"""The prompt groups, and the responses of them, that are trained on."""
+"""Chooses which prompt groups and responses are trained on."""
 
 from typing import Literal, Self
 
@@ -6,39 +6,38 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import model_validator
 
-from relax_hpc.algorithms.part import Floats, Part
+from relax_hpc.algorithms.part import AlgorithmPart, Floats
 from relax_hpc.sections import Positive
 
 Mask = npt.NDArray[np.bool_]
 MOST_BATCHES = 10
-"""Batches' worth of groups that may be skipped for one batch, for each policy version that sampling
-may be ahead, before the run ends and names their prompts."""
+"""Most skipped groups, in batches per policy version of lag, before the run ends and names their
+prompts."""
 
 
-class Groups(Part):
-    """A rule for groups, and one for responses that were cut off. P groups of G episodes."""
+class Groups(AlgorithmPart):
+    """A rule for groups, and one for truncated responses. P groups of G episodes."""
 
     truncated: Literal["mask", "penalty", "keep"] = "keep"
-    """Episodes of which a limit of the run, not the environment's own, cut a response off:
-    rollout.max_new_tokens, or the end of the context. mask: they are compared with their siblings,
-    but not trained on. penalty: long ones have a lower reward. keep: as any other."""
+    """Episodes with a response cut off by the run's own limit, rollout.max_new_tokens or the
+    context. mask: they are compared with their siblings, but not trained on. penalty: long
+    responses have a lower reward. keep: as any other."""
     overlong_buffer: Positive | None = None
-    """Tokens at the end of rollout.max_new_tokens in which the penalty grows from 0 to 1; unset is
-    a fifth of them."""
+    """Last tokens of rollout.max_new_tokens, over which the penalty grows from 0 to 1; unset is a
+    fifth of them."""
 
     def buffer(self, longest: int) -> int:
-        """Tokens in which the penalty grows, of responses of at most `longest`."""
+        """Tokens over which the penalty grows, with responses of at most `longest`."""
         return self.overlong_buffer or max(longest // 5, 1)
 
-    def compared(self, rewards: Floats, lengths: npt.NDArray[np.int64], longest: int) -> Floats:
-        """[P, G] rewards as siblings are compared by them.
+    def compare(self, rewards: Floats, lengths: npt.NDArray[np.int64], longest: int) -> Floats:
+        """Returns the [P, G] rewards by which siblings are compared.
 
-        With a penalty a response of l tokens, of at most L, has 0 added up to L - B, and from there
-        on linearly less, -1 at L (DAPO, arXiv:2503.14476, eq. 13, soft overlong punishment; B a
-        fifth of L there).
+        The penalty of a response of l tokens, with limit L, is 0 up to L - B, then falls linearly
+        to -1 at L (DAPO, arXiv:2503.14476, eq. 13, soft overlong punishment; B a fifth of L there).
 
         Args:
-            rewards: [P, G], NaN where there is none.
+            rewards: [P, G], NaN for none.
             lengths: [P, G] tokens of responses.
             longest: L.
         """
@@ -47,11 +46,11 @@ class Groups(Part):
         buffer = self.buffer(longest)
         return rewards + np.clip((longest - buffer - lengths) / buffer, -1, 0).astype(np.float32)
 
-    def trained(self, was_cut: Mask) -> Mask:
-        """[P, G] the episodes that are trained on, as far as it is for their length.
+    def select_trained(self, was_cut: Mask) -> Mask:
+        """Returns [P, G] which episodes are trained on, by their length.
 
-        One that is not stays in the mean of its group: what it got says how good the policy is.
-        So does TRL with `mask_truncated_completions`: its trainer compares rewards before that.
+        An excluded one stays in its group's mean: its reward measures the policy. So does TRL with
+        `mask_truncated_completions`, which compares rewards first.
 
         Args:
             was_cut: [P, G] whether a response reached its limit.
@@ -66,17 +65,17 @@ class Groups(Part):
 
 
 class AsSampled(Groups):
-    """A batch is what was sampled; groups without spread teach nothing and are left out."""
+    """Trains on a batch as sampled; groups without spread teach nothing and are left out."""
 
     name: Literal["as_sampled"] = "as_sampled"
 
 
 class Refill(Groups):
-    """A batch is groups with spread; others are skipped, and further ones take their place.
+    """Fills a batch with groups that have spread, sampling further ones for those without.
 
-    Dynamic sampling of DAPO (arXiv:2503.14476, eq. 11), which fills a batch from whole further
-    batches and throws the surplus away; here exactly as many further groups are sampled as were
-    skipped. Rewards decide, as there, before a penalty for length is added to them.
+    Dynamic sampling of DAPO (arXiv:2503.14476, eq. 11), which samples whole further batches and
+    discards the surplus; here exactly as many groups are added as were skipped. Rewards decide, as
+    there, before a length penalty.
     """
 
     name: Literal["refill"] = "refill"

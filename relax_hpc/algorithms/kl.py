@@ -1,11 +1,11 @@
-"""The divergence of the policy from a reference, estimated from the tokens that were sampled."""
+"""Estimates the divergence of the policy from a reference, on the sampled tokens."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from relax_hpc.algorithms.part import Needs, Part, TokenLoss, Tokens, Total
+from relax_hpc.algorithms.part import AlgorithmPart, Needs, TokenLoss, Tokens, Total
 from relax_hpc.algorithms.ratios import LARGEST, log_ratio
 from relax_hpc.sections import Number
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 Estimator = Literal["k1", "k2", "k3", "rk3"]
 
 
-class Kl(Part):
-    """A pull towards the reference: in the loss by its gradient, in the reward by the advantage.
+class Kl(AlgorithmPart):
+    """Pulls towards the reference: in the loss by its gradient, in the reward by the advantage.
 
     With d = log pi - log pi_ref of the sampled token, and r = pi / mu, mu its sampler:
 
         k1 = d    k2 = d^2 / 2    k3 = exp(-d) - 1 + d    rk3 = r * k3
 
-    Expected gradients in the loss: rk3's is that of KL(pi || pi_ref), whoever sampled; k2's is if
-    pi sampled; k3's is that of KL(pi_ref || pi); k1's is 0, or off-policy a pull to mu, and a job
-    with it is refused. In the reward k1 alone has the gradient of KL(pi || pi_ref), if pi sampled,
-    or the loss has the ratio to who did; the others are off by about its own size, and refused.
-    Sources: k1 to k3, Schulman, "Approximating KL divergence" (2020); k3 in the loss, GRPO
+    Expected gradients in the loss: rk3's is that of KL(pi || pi_ref) for any sampler; k2's is if pi
+    sampled; k3's is that of KL(pi_ref || pi); k1's is 0, or off-policy a pull to mu, and is
+    refused. In the reward only k1 has the gradient of KL(pi || pi_ref), if pi sampled or the loss
+    has the ratio to the sampler; the others are off by about their own size, and refused. Sources:
+    k1 to k3, Schulman, "Approximating KL divergence" (2020); k3 in the loss, GRPO
     (arXiv:2402.03300); rk3, DeepSeek-V3.2 (arXiv:2512.02556), where, as in slime and TRL, r is to
-    the policy before the step. verl offers k1 in the loss, and cuts k3 off at 10.
+    the policy before the step. verl offers k1 in the loss, and clips k3 at 10.
 
-    abs(d) is cut off at 20; beyond, there is no gradient but that of rk3 above 20, which is 19 r.
+    abs(d) is clipped at 20; beyond, there is no gradient except rk3's above 20, which is 19 r.
     """
 
     name: Estimator = "rk3"
@@ -38,8 +38,8 @@ class Kl(Part):
     coefficient: Annotated[Number, Field(ge=0)] = 0.001
     """Weight of the divergence; 0 only measures it. Above 0 needs a reference."""
     place: Literal["loss", "reward"] = "loss"
-    """loss: its gradient is added. reward: the advantage of a token is lowered by the divergence of
-    that token and those after it, before the step."""
+    """loss: its gradient is added. reward: a token's advantage is reduced by the divergence of that
+    token and later ones, before the step."""
 
     def needs(self) -> Needs:
         if not self.coefficient:
@@ -48,7 +48,7 @@ class Kl(Part):
         return Needs({"ragged/ref_logprobs": key}, prepass=self.place == "reward", every_row=True)
 
     def of_tokens(self, logprobs: "Tensor", tokens: Tokens) -> TokenLoss:
-        """The estimate of each token, nats, without the coefficient."""
+        """Returns each token's estimate in nats, without the coefficient."""
         gap = log_ratio(logprobs, tokens, "ref_logprobs")
         if self.name == "k1":
             kl = gap
@@ -75,7 +75,7 @@ class Kl(Part):
         return [of(batch) for batch in batches] if self.place == "reward" else list(batches)
 
 
-class NoKl(Part):
-    """Nothing pulls; with a reference, k3 is measured."""
+class NoKl(AlgorithmPart):
+    """No pull; with a reference, k3 is measured."""
 
     name: Literal["none"] = "none"

@@ -1,4 +1,4 @@
-"""The parts that an algorithm is made of. Without torch: a job is checked where there is none.
+"""Defines the interfaces of an algorithm's parts, without importing torch, to check jobs anywhere.
 
 P prompt groups of G episodes on rank 0; T tokens of S sequences, packed end to end, on the others.
 """
@@ -20,29 +20,28 @@ ANCHORS: frozenset[Anchor] = frozenset(get_args(Anchor))
 Scope = Literal["row", "group", "batch"]
 _SCOPES: tuple[Scope, ...] = ("row", "group", "batch")
 Total = Callable[["Tensor"], "Tensor"]
-"""Sums a tensor over all ranks that train rows of the batch; all of them call it."""
+"""Sums a tensor over all ranks that train the batch; collective."""
 
 _NOTHING: "Mapping[str, Tensor]" = {}
 
 
 class Needs(NamedTuple):
-    """Things that must be there for a part to do its work."""
+    """Requirements of a part."""
 
     columns: Mapping[str, str] = {}
-    """Column of the schema -> the setting that wants it, as `key = value`. Rows come with them."""
+    """Schema column -> the setting that needs it, as `key = value`."""
     scope: Scope = "row"
-    """Rows that must be there before one of them can be trained on."""
+    """Which rows must be there before one of them can be trained on."""
     prepass: bool = False
-    """A forward pass over the whole batch comes first, and then `prepare`."""
+    """Whether a forward pass over the whole batch and `prepare` come first."""
     min_siblings: int = 1
-    """Siblings of a prompt group."""
+    """Least siblings of a prompt group."""
     anchors: frozenset[Anchor] = frozenset()
-    """Policies whose logprobs it compares with."""
+    """Policies whose logprobs it uses."""
     every_row: bool = False
-    """Rows without an advantage teach, too: they are read, and count in the mean."""
+    """Whether rows without an advantage teach, too, and count in the mean."""
 
     def __or__(self, other: "Needs") -> "Needs":
-        """The needs of both."""
         return Needs(
             {**self.columns, **other.columns},
             max(self.scope, other.scope, key=_SCOPES.index),
@@ -58,13 +57,13 @@ class Tokens(Protocol):
 
     @property
     def loss_mask(self) -> "Tensor":
-        """[T] bool, True on trained tokens. Where it is False columns may hold anything, also nan
-        and infinities: select before `exp`."""
+        """[T] bool, True on trained tokens. Elsewhere columns may hold anything, also nan and
+        infinities: select before `exp`."""
         ...
 
     @property
     def sequence_ids(self) -> "Tensor":
-        """[T] int64, which sequence a token is in, 0 <= id < S; padding is a sequence, too."""
+        """[T] int64, sequence of each token, 0 <= id < S; padding is a sequence, too."""
         ...
 
     @property
@@ -74,23 +73,23 @@ class Tokens(Protocol):
 
     @property
     def columns(self) -> "Mapping[str, Tensor]":
-        """[T] by short name: those that were asked for, `rollout_logprobs`, `old_logprobs`,
-        `advantages`, and in a loss `anchor_logprobs`; nats, without gradient."""
+        """[T] by short name: requested ones, `rollout_logprobs`, `old_logprobs`, `advantages`, and
+        in a loss `anchor_logprobs`; nats, without gradient."""
         ...
 
     def with_columns(self, **columns: "Tensor") -> "Tokens":
-        """The same with further columns, or others in place of those it has."""
+        """Returns the same with added or replaced columns."""
         ...
 
 
 class Rows(NamedTuple):
-    """The facts known of whole prompt groups before any row is read."""
+    """The facts about whole prompt groups before any row is read."""
 
     rewards: npt.NDArray[np.float32]
-    """[P, G], of episodes; NaN where there is none, with `reward.on_error = "mask"`: such a sibling
-    is in no statistic."""
+    """[P, G], per episode; NaN for none, with `reward.on_error = "mask"`: excluded from all
+    statistics."""
     lengths: npt.NDArray[np.int64]
-    """[P, G] tokens after the prompt, of all rows of an episode."""
+    """[P, G] tokens after the prompt, in all rows of an episode."""
 
 
 class TokenLoss(NamedTuple):
@@ -103,18 +102,16 @@ class TokenLoss(NamedTuple):
 
 
 class TokenWeights(NamedTuple):
-    """Factors of the tokens' losses."""
-
     weights: "Tensor"
-    """[T], no gradient; 0 leaves a token out, which still counts in the mean."""
+    """[T], no gradient; 0 drops a token, which still counts in the mean."""
     metrics: "Mapping[str, Tensor]" = _NOTHING
     """[T] each, named `loss/...`; they become means over trained tokens."""
 
 
 class LossOutput(NamedTuple):
-    """Sums: they add up over micro-batches, portions and ranks.
+    """Sums that add up over micro-batches, portions and ranks.
 
-    The trainer divides by the denominator of the whole batch, once it has seen all of it.
+    The trainer divides by the denominator of the whole batch at its end.
     """
 
     loss: "Tensor"
@@ -122,76 +119,74 @@ class LossOutput(NamedTuple):
     metrics: "Mapping[str, Tensor]"
     """[] each, no gradient; they become means over trained tokens."""
     denominator: "Tensor | None" = None
-    """[] how many things the loss is a sum over, no gradient; None: trained tokens."""
+    """[] number of terms in the loss, no gradient; None: trained tokens."""
 
 
 LossFunction = Callable[["Tensor", Tokens], LossOutput]
 """([T] logprobs in nats, with gradient; the micro-batch) -> its sums."""
 
 
-class Part(Section):
-    """One part of an algorithm: its settings, and the formula that they are of."""
+class AlgorithmPart(Section):
+    """One part of an algorithm: its settings and its formula."""
 
     name: str
-    """The part."""
 
     def needs(self) -> Needs:
-        """Returns what must be there for it."""
         return Needs()
 
     def prepare(self, batches: "Sequence[Tokens]", total: Total) -> "list[Tokens]":
-        """Looks at the whole batch before any of it is trained on; only with `needs().prepass`.
+        """Processes the whole batch before training; only with `needs().prepass`.
 
         Args:
             batches: micro-batches of this rank, with `old_logprobs`.
             total: e.g. for a mean over the batch.
 
         Returns:
-            The same with further columns, or others in place of those that they have.
+            The same with added or replaced columns.
         """
         return list(batches)
 
 
-class Advantage(Part):
+class Advantage(AlgorithmPart):
     """How much better an episode, or a token, was than expected."""
 
     @property
     def is_of_tokens(self) -> bool:
-        """Whether tokens of a row differ; nothing is known of them before rows are read."""
+        """Whether it differs by token; it is then unknown until rows are read."""
         return type(self).of_tokens is not Advantage.of_tokens
 
     def of_groups(self, rows: Rows) -> Floats:
-        """[P, G], on rank 0: groups are compared by episodes, however many rows these have."""
+        """Returns [P, G], on rank 0: groups are compared by episode, whatever the number of
+        rows."""
         return np.ones_like(rows.rewards)
 
     def of_tokens(self, tokens: Tokens) -> "Tensor | None":
-        """[T], where rows are read, of the columns that it needs; None: that of the row."""
+        """Returns [T] when rows are read, from the needed columns; None: the row's value."""
         return None
 
 
-class Loss(Part):
+class Loss(AlgorithmPart):
     """The cost of a token that has an advantage."""
 
     anchor: Anchor = "rollout"
-    """Policy in the denominator of the ratio. rollout: the sampler, by the logprobs that it
-    reported, which bounds how far the policy goes from what was sampled. old: the policy before the
-    step."""
+    """Policy in the denominator of the ratio. rollout: the sampler, by its reported logprobs, which
+    bounds the distance from the samples' policy. old: the policy before the step."""
 
     @property
     def has_trust_region(self) -> bool:
-        """Whether it holds the policy near the anchor."""
+        """Whether it keeps the policy near the anchor."""
         return True
 
     @property
     def ratio_of(self) -> Literal["token", "sequence"]:
-        """Tokens of one ratio."""
+        """Whether a ratio belongs to a token or a sequence."""
         return "token"
 
     def needs(self) -> Needs:
         return Needs(anchors=frozenset({self.anchor}))
 
     def of_tokens(self, logprobs: "Tensor", tokens: Tokens) -> TokenLoss:
-        """The loss of each token.
+        """Returns the loss of each token.
 
         Args:
             logprobs: [T] nats, current policy, with gradient.
@@ -200,14 +195,14 @@ class Loss(Part):
         raise NotImplementedError
 
 
-class Correction(Part):
-    """The weights of tokens that another policy, or another program, sampled."""
+class Correction(AlgorithmPart):
+    """Weights for tokens that another policy, or another program, sampled."""
 
     @property
     def has_ratios(self) -> bool:
-        """Whether its weights are ratios of policies; else they only leave tokens out."""
+        """Whether its weights are ratios of policies; else they only drop tokens."""
         return True
 
     def of_tokens(self, tokens: Tokens) -> TokenWeights:
-        """Weights by `old_logprobs` and `rollout_logprobs`."""
+        """Weighs tokens by `old_logprobs` and `rollout_logprobs`."""
         raise NotImplementedError

@@ -1,4 +1,9 @@
-"""Algorithms by name: which parts, with which values. What is not said is `PLAIN`'s."""
+"""Defines algorithms by name: their parts and values. `PLAIN` has the defaults.
+
+The default preset is `async`, whose loss is `ipo`. Ratios are to the sampler (`Loss.anchor` is
+"rollout") in all but `decoupled`, also in `grpo`, `dapo` and `ppo`: with lag, the papers' policy
+before the step would bound nothing.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -59,20 +64,19 @@ WHERE_NONE: Mapping[str, str] = {
     "distill": "advantage",
     "entropy": "fixed",
 }
-"""Tables that are empty in a preset -> the part whose settings a job gives without a name."""
+"""Tables that are empty in a preset -> the part meant by settings without a name."""
 KL_IN_THE_REWARD = "k1"
-"""The same of "kl" with place = "reward"."""
+"""The same for "kl" with place = "reward"."""
 
 
 def tables_of(preset: str) -> dict[str, Any]:
-    """The keys of a preset."""
     return {**PLAIN, **PRESETS[preset]}
 
 
-def merged(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a preset and those that a job gives.
+def merge(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges a job's keys into a preset.
 
-    A table with a name replaces the preset's; one without changes what it says.
+    A table with a name replaces the preset's; one without changes its settings.
     """
     found = dict(preset)
     for key, value in given.items():

@@ -1,4 +1,4 @@
-"""Probability ratios of tokens, as losses and corrections compare two policies."""
+"""Computes probability ratios of tokens between two policies."""
 
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING
@@ -9,28 +9,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST = 20.0
-"""Largest abs(log ratio) that counts: beyond, e**20, no gradient is worth having."""
+"""Largest abs(log ratio) with a gradient."""
 _LEAST = 1e-6
 
 
 def log_ratio(logprobs: "Tensor", tokens: Tokens, base: str = "anchor_logprobs") -> "Tensor":
-    """[T] logprobs less those of `base`; 0 off the mask, and no gradient beyond `LARGEST`."""
+    """Returns [T] logprobs minus those of `base`; 0 off the mask, no gradient beyond `LARGEST`."""
     gap = logprobs - tokens.columns[base]
     return gap.where(tokens.loss_mask, 0.0).clamp(-LARGEST, LARGEST)
 
 
 def weight_logs(tokens: Tokens) -> "Tensor":
-    """[T] log w of corrections, w = pi_old / mu, without gradient."""
+    """Returns [T] log w of corrections, w = pi_old / mu, without gradient."""
     return log_ratio(tokens.columns["old_logprobs"], tokens, "rollout_logprobs").detach()
 
 
 def advantages_of(tokens: Tokens) -> "Tensor":
-    """[T] advantages; 0 off the mask."""
     return tokens.columns["advantages"].where(tokens.loss_mask, 0.0)
 
 
 def sequence_means(values: "Tensor", tokens: Tokens) -> "Tensor":
-    """[T] mean of `values` over the trained tokens of each token's sequence."""
+    """Returns [T] the mean of `values` over the trained tokens of each token's sequence."""
     from relax_hpc.algorithms.segments import mean_over, spread_to
 
     ids = tokens.sequence_ids
@@ -38,7 +37,7 @@ def sequence_means(values: "Tensor", tokens: Tokens) -> "Tensor":
 
 
 def sequence_sums(values: "Tensor", tokens: Tokens) -> "Tensor":
-    """[T] sum of `values` over the trained tokens of each token's sequence."""
+    """Returns [T] the sum of `values` over the trained tokens of each token's sequence."""
     from relax_hpc.algorithms.segments import spread_to, sum_over
 
     ids = tokens.sequence_ids
@@ -46,26 +45,26 @@ def sequence_sums(values: "Tensor", tokens: Tokens) -> "Tensor":
 
 
 def sequence_ratio(logs: "Tensor", tokens: Tokens) -> "Tensor":
-    """[T] exp of the mean of `logs` over each token's sequence, of which a token's own gradient is
-    that of its own log.
+    """Returns [T] exp of the mean of `logs` over each token's sequence, with the gradient of the
+    token's own log.
 
-    So what a token is worth, and whether it is left out, stays its own (GSPO-token,
-    arXiv:2507.18071). Where all tokens of a sequence are worth the same, and its loss is their
-    mean, the gradient is that of the mean itself.
+    So each token keeps its own advantage and mask (GSPO-token, arXiv:2507.18071). If all tokens of
+    a sequence have the same advantage, and the loss is their mean, the gradient is that of the
+    mean.
     """
     return (sequence_means(logs.detach(), tokens) + (logs - logs.detach())).exp()
 
 
 def shift(logprobs: "Tensor", tokens: Tokens) -> "Tensor":
-    """[T] pi - anchor, the difference of the token's probabilities, without gradient."""
+    """Returns [T] pi - anchor, the difference of the token's probabilities, without gradient."""
     now, then = _probabilities(logprobs, tokens)
     return now - then
 
 
 def spread(logprobs: "Tensor", tokens: Tokens) -> "dict[str, Tensor]":
-    """[T] each: how far the policy is from the anchor, r = pi / anchor, without gradient.
+    """Returns [T] each: metrics of the ratio r = pi / anchor, without gradient.
 
-    `settle` makes one figure of the means of the last two.
+    `settle` combines the means of the last two.
     """
     logs = log_ratio(logprobs.detach(), tokens)
     ratio = logs.exp()
@@ -78,19 +77,20 @@ def spread(logprobs: "Tensor", tokens: Tokens) -> "dict[str, Tensor]":
 
 
 def settle(metrics: MutableMapping[str, float]) -> None:
-    """Puts `loss/effective_sample`, the effective sample size, in the place of the mean square.
+    """Replaces the mean square by `loss/effective_sample`, the effective sample size.
 
-    (mean of r)^2 / mean of r^2: the share of the tokens that, all weighing alike, would vary as
-    much; 1 where all ratios are equal. Nothing where there are no ratios.
+    (mean of r)^2 / mean of r^2, as a share of the tokens; 1 if all ratios are equal. Does nothing
+    without ratios.
     """
     if square := metrics.pop("loss/ratio_squared", 0.0):
         metrics["loss/effective_sample"] = metrics["loss/ratio"] ** 2 / square
 
 
 def binary_kl(logprobs: "Tensor", tokens: Tokens) -> "tuple[Tensor, Tensor]":
-    """[T] KL(anchor || pi) and KL(pi || anchor) of "this token or another", without gradient.
+    """Returns [T] KL(anchor || pi) and KL(pi || anchor) of "this token or another", without
+    gradient.
 
-    Probabilities are held within [1e-6, 1 - 1e-6].
+    Probabilities are clipped to [1e-6, 1 - 1e-6].
     """
     now, then = (p.clamp(_LEAST, 1 - _LEAST) for p in _probabilities(logprobs, tokens))
     same, other = (now / then).log(), ((1 - now) / (1 - then)).log()

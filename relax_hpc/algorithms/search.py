@@ -1,4 +1,4 @@
-"""A threshold that the values of a whole batch decide, on all ranks at once."""
+"""Searches a threshold determined by the whole batch, on all ranks at once."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,14 +10,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PARTS, _ROUNDS = 1 << 14, 3
-"""[0, 20] is cut into parts, of which one is cut again: to 5e-12, by three sums over the ranks."""
+"""[0, 20] is divided into parts, one of which is divided again: to 5e-12, with three reductions."""
 
 
 def largest(squares: "Sequence[Tensor]", budget: float, total: Total) -> "Tensor":
-    """[] float64, the largest x in [0, 20] for which the mean of min(squares, x^2) is <= budget.
+    """Returns [] float64, the largest x in [0, 20] for which the mean of min(squares, x^2) is <=
+    budget.
 
     Args:
-        squares: of all micro-batches; infinite where one does not count.
+        squares: of all micro-batches; infinite values do not count.
         budget: for the mean over those that count.
         total: sums over the ranks.
     """

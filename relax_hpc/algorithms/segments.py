@@ -1,37 +1,38 @@
-"""Sums and means over the sequences of a packed micro-batch, or over any other parts of it."""
+"""Computes sums and means over the sequences, or other parts, of a packed micro-batch."""
 
 import torch
 from torch import Tensor
 
 
 def sum_over(values: Tensor, ids: Tensor, mask: Tensor, count: int) -> Tensor:
-    """[count] sums of [T] `values` under the mask, by [T] `ids`; garbage elsewhere is inert.
+    """Returns [count] sums of [T] `values` under the mask, by [T] `ids`; masked garbage has no
+    effect.
 
-    One that has no token is 0, and the gradient goes to its own tokens alone.
+    Without tokens a sum is 0; gradients go only to its own tokens.
     """
     kept = torch.where(mask, values, 0)
     return kept.new_zeros(count).index_add(0, ids, kept)
 
 
 def mean_over(values: Tensor, ids: Tensor, mask: Tensor, count: int) -> Tensor:
-    """Divides `sum_over` by the tokens under the mask; 0 where there is none."""
+    """Divides `sum_over` by the number of tokens under the mask; 0 if there are none."""
     numbers = values.new_zeros(count).index_add(0, ids, mask.to(values.dtype))
     return sum_over(values, ids, mask, count) / numbers.clamp(min=1)
 
 
 def spread_to(ids: Tensor, of_sequences: Tensor) -> Tensor:
-    """[T] value of each token's sequence; its gradient adds up as `sum_over` does.
+    """Returns [T] the value of each token's sequence; its gradient uses `sum_over`.
 
-    The gradient of `of_sequences[ids]` is sorted first, and then added up by one thread for each
-    sequence: with a single long one that took longer than all else of a loss.
+    The gradient of `of_sequences[ids]` would be sorted, then summed by one thread per sequence: for
+    a single long one that took longer than the rest of a loss.
     """
     return of_sequences.index_select(0, ids)
 
 
 def rest_over(values: Tensor, ids: Tensor, mask: Tensor, count: int) -> Tensor:
-    """[T] sum of `values` over a token and those after it in its sequence, under the mask.
+    """Returns [T] the sum of `values` over a token and later ones of its sequence, under the mask.
 
-    Sequences lie end to end; in whichever order their numbers are.
+    Sequences lie end to end; their ids may be in any order.
     """
     kept = torch.where(mask, values, 0).double()
     so_far, at = kept.cumsum(0), torch.arange(len(ids), device=ids.device)

@@ -1,18 +1,18 @@
-"""Statistics over the siblings of a prompt; those without a reward (NaN) are in none of them."""
+"""Computes statistics over the siblings of a prompt, ignoring missing rewards (NaN)."""
 
 import numpy as np
 
 from relax_hpc.algorithms.part import Floats
 
 
-def centred(rewards: Floats) -> Floats:
-    """[P, G] float64, R less the mean of its group; 0 where there is no reward, and of equals."""
+def center(rewards: Floats) -> Floats:
+    """[P, G] float64, R minus its group's mean; 0 without a reward, and for equal rewards."""
     exact = rewards.astype(np.float64)  # so that the mean of equal ones is what they are
     return np.where(np.isnan(exact), 0.0, exact - means(exact))
 
 
 def means(rewards: Floats) -> Floats:
-    """[P, 1] float64, the mean of each group; 0 where nobody has a reward."""
+    """[P, 1] float64, the mean of each group; 0 without rewards."""
     exact = rewards.astype(np.float64)
     return np.asarray(np.nansum(exact, axis=1, keepdims=True) / np.maximum(counts(rewards), 1))
 
@@ -23,6 +23,6 @@ def counts(rewards: Floats) -> Floats:
 
 
 def deviation(centres: Floats, number: Floats) -> Floats:
-    """Standard deviation over the last axis: the root of the squares' sum by `number` - 1."""
+    """Standard deviation over the last axis, dividing by `number` - 1."""
     squares = np.square(centres).sum(axis=-1, keepdims=True)
     return np.asarray(np.sqrt(squares / np.maximum(number - 1, 1)))

@@ -1,13 +1,13 @@
-"""The parts by name: a file each, and a line here."""
+"""Lists all parts by name, and loads a user's own parts: a class in a file, with its settings."""
 
-import difflib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, TypeGuard, get_args
 
-from pydantic import ValidationError
+from pydantic import ValidationError, create_model
 from pydantic_core import InitErrorDetails
 
-from relax_hpc.algorithms import plugin
 from relax_hpc.algorithms.advantages.batch_std import BatchStd
 from relax_hpc.algorithms.advantages.gae import Gae
 from relax_hpc.algorithms.advantages.gpg import Gpg
@@ -44,9 +44,85 @@ from relax_hpc.algorithms.losses.m2po import M2po
 from relax_hpc.algorithms.losses.policy_gradient import PolicyGradient
 from relax_hpc.algorithms.losses.ppo_clip import PpoClip
 from relax_hpc.algorithms.losses.sapo import Sapo
-from relax_hpc.algorithms.part import Advantage, Correction, Loss, Part
+from relax_hpc.algorithms.part import Advantage, AlgorithmPart, Correction, Loss
+from relax_hpc.errors import ConfigError, nearest
+from relax_hpc.runtime.files.user_programs import describe_error, import_place, limit_time
 
-PARTS: Mapping[str, Sequence[type[Part]]] = {
+
+class PluginError(ConfigError):
+    """A place has no usable part."""
+
+
+def names(part: type[AlgorithmPart]) -> tuple[str, ...]:
+    return get_args(part.model_fields["name"].annotation)
+
+
+def is_own(name: object) -> TypeGuard[str]:
+    """Whether the name is a place of a user's own part."""
+    return isinstance(name, str) and ":" in name
+
+
+@cache
+def load(place: str, base: type[AlgorithmPart]) -> type[AlgorithmPart]:
+    """Imports the file and returns the class, with its place as its name.
+
+    Args:
+        place: "file.py:Class".
+        base: the required base class.
+
+    Raises:
+        PluginError: it cannot be run, has no such class, or its methods do not fit.
+    """
+    try:
+        found = import_place(place)
+    except Exception as error:
+        raise PluginError(
+            f"cannot be run: {describe_error(error)}; name a class as file.py:Class"
+        ) from error
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        raise PluginError(f"is no subclass of {base.__module__}.{base.__name__}; make it one")
+    for name, declared in inspect.getmembers(base, inspect.isfunction):
+        if not name.startswith("_") and declared.__module__ == base.__module__:
+            _check_signature(name, declared, getattr(found, name))
+    if all(getattr(found, name) is getattr(base, name) for name in _methods(base)):
+        raise PluginError(f"has none of {', '.join(_methods(base))}; write one")
+    return create_model(found.__name__, __base__=found, name=(str, ...))
+
+
+def make_part(part: type[AlgorithmPart], settings: Mapping[str, Any]) -> AlgorithmPart:
+    """Makes a user's own part, and calls its `needs` for the first time.
+
+    Raises:
+        ValidationError: it does not take these settings.
+        PluginError: another error, or it takes too long.
+    """
+    try:
+        with limit_time(settings["name"]):
+            own = part.model_validate(settings)
+            own.needs()
+    except ValidationError:
+        raise
+    except Exception as error:
+        raise PluginError(f"cannot be made: {describe_error(error)}; correct it") from error
+    return own
+
+
+def _methods(base: type[AlgorithmPart]) -> list[str]:
+    return [name for name in vars(base) if name.startswith("of_")]
+
+
+def _check_signature(name: str, declared: Any, own: Any) -> None:  # noqa: ANN401
+    wanted = list(inspect.signature(declared).parameters)
+    try:
+        inspect.signature(own).bind(*wanted)
+    except TypeError:
+        given = ", ".join(inspect.signature(own).parameters)
+        raise PluginError(
+            f"has {name}({given}); it is called as {name}({', '.join(wanted)})"
+        ) from None
+
+
+PARTS: Mapping[str, Sequence[type[AlgorithmPart]]] = {
     "advantage": (
         GroupMean,
         Grpo,
@@ -90,20 +166,24 @@ PARTS: Mapping[str, Sequence[type[Part]]] = {
     "entropy": (NoEntropy, FixedEntropy, AdaptiveEntropy),
     "groups": (AsSampled, Refill),
 }
-"""Tables below [algorithm] -> the parts that may stand there."""
-OWN: Mapping[str, type[Part]] = {"advantage": Advantage, "loss": Loss, "correction": Correction}
-"""Tables in which a part may be the user's own -> what it is a subclass of."""
+"""Tables below [algorithm] -> their parts."""
+OWN: Mapping[str, type[AlgorithmPart]] = {
+    "advantage": Advantage,
+    "loss": Loss,
+    "correction": Correction,
+}
+"""Tables in which a part may be the user's own -> its base class."""
 
 
-def names_of(table: str) -> Iterator[tuple[str, type[Part]]]:
-    """Names of the parts of a table; a part may have several."""
+def names_of(table: str) -> Iterator[tuple[str, type[AlgorithmPart]]]:
+    """Yields the names of a table's parts; a part may have several."""
     for part in PARTS[table]:
-        for name in plugin.names(part):
+        for name in names(part):
             yield name, part
 
 
 def part_of(table: str, value: Any) -> Any:  # noqa: ANN401
-    """A table below [algorithm] as the part that it names.
+    """Makes the part that a table below [algorithm] names.
 
     Raises:
         ValidationError: there is no such part, or it does not take these settings.
@@ -113,33 +193,32 @@ def part_of(table: str, value: Any) -> Any:  # noqa: ANN401
     name = value["name"]
     try:
         part = class_of(table, name)
-    except plugin.PluginError as error:
+    except PluginError as error:
         raise _of_name(table, name, str(error)) from error
     if part:
-        return _made(part, table, value)
+        return _make_part(part, table, value)
     known = dict(names_of(table))
-    close = difflib.get_close_matches(str(name), known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"use {', '.join(known)}"
+    hint = nearest(str(name), known) or f"use {', '.join(known)}"
     raise _of_name(table, name, f"there is no {table} of that name; {hint}")
 
 
-def _made(part: type[Part], table: str, value: Mapping[str, Any]) -> Part:
-    if not plugin.is_own(value["name"]):
+def _make_part(part: type[AlgorithmPart], table: str, value: Mapping[str, Any]) -> AlgorithmPart:
+    if not is_own(value["name"]):
         return part.model_validate(value)
     try:
-        return plugin.made(part, value)
-    except plugin.PluginError as error:
+        return make_part(part, value)
+    except PluginError as error:
         raise _of_name(table, value["name"], str(error)) from error
 
 
-def class_of(table: str, name: object) -> type[Part] | None:
-    """The part of a table that has this name, which may be the user's own; None if there is none.
+def class_of(table: str, name: object) -> type[AlgorithmPart] | None:
+    """Returns a table's part by name, maybe the user's own; None if there is none.
 
     Raises:
-        PluginError: of the user's own one, what is wrong with it.
+        PluginError: a user's own part is unusable.
     """
-    if plugin.is_own(name) and table in OWN:
-        return plugin.load(name, OWN[table])
+    if is_own(name) and table in OWN:
+        return load(name, OWN[table])
     return next((part for known, part in names_of(table) if known == name), None)
 
 

@@ -1,7 +1,7 @@
-"""Was every trajectory used once? Counted from the logs alone; shards may be gone.
+"""Checks from the logs alone that every trajectory was used once; shards may be gone.
 
-What was counted can be gone on with: the plan and the logs only grow, but for a restart that cuts
-the plan back.
+A count can be continued later: the plan and the logs only grow, unless a restart cuts the plan
+back.
 """
 
 from collections import Counter
@@ -13,24 +13,24 @@ from typing import Any, NamedTuple, Self
 from relax_hpc.bus import layout
 from relax_hpc.bus.log import CommitRecord, LogTail, RecordKind
 from relax_hpc.bus.plan import (
+    NOTHING,
     AnyRecord,
     Chain,
     DroppedGroup,
+    GuidSet,
     IgnoredShard,
     PlanRecord,
     read_chain_behind,
 )
-from relax_hpc.bus.snapshot import NOTHING, GuidSet
 from relax_hpc.bus.staleness import staleness
-from relax_hpc.paths import BusPaths
+from relax_hpc.runtime.paths import BusPaths
 
 
 class BusAudit(NamedTuple):
-    """Trajectories, unless it says otherwise."""
+    """Counts of trajectories, unless a field says otherwise."""
 
     committed: int
     planned: int
-    """Trained on, or about to be."""
     planned_twice: int
     """Rows in more than one step of the valid plan, or more than once in one; must be 0."""
     duplicates: int
@@ -38,13 +38,12 @@ class BusAudit(NamedTuple):
     dropped: int
     """Passed over by the plan, and not on record as duplicates or as sampled again; must be 0."""
     steps: int
-    """Steps planned."""
     max_staleness: int
     """Largest staleness of a planned trajectory's oldest token; 0 if nothing was planned."""
     over_age: int = 0
     """Dropped because they came too late; the prompts were sampled again."""
     damaged: int = 0
-    """Rows in shards that could not be read; the prompts were sampled again."""
+    """In shards that could not be read; the prompts were sampled again."""
     skipped: int = 0
     """Passed over because they teach nothing; other prompts took their place."""
     retired: int = 0
@@ -52,7 +51,7 @@ class BusAudit(NamedTuple):
 
 
 def audit(paths: BusPaths) -> BusAudit:
-    """Counts, while the run goes on or afterwards.
+    """Counts, during the run or afterwards.
 
     Raises:
         BusError: not a bus of this format, or a damaged log.
@@ -62,7 +61,7 @@ def audit(paths: BusPaths) -> BusAudit:
 
 @dataclass(slots=True)
 class _Shard:
-    """The facts of a shard that may come up again."""
+    """The facts of a shard that later records may refer to."""
 
     rows: int = -1
     """Committed; -1 if its commit was not seen."""
@@ -70,7 +69,7 @@ class _Shard:
     used: int = 0
     """Rows that were planned, skipped, or dropped and sampled again."""
     ignored: list[int] = field(default_factory=list)
-    """Rows of each record that ignores some."""
+    """Rows ignored by each record that ignores some."""
 
     @property
     def is_done(self) -> bool:
@@ -78,33 +77,32 @@ class _Shard:
 
 
 class _UnknownShardError(Exception):
-    """A record is about a shard that was done with."""
+    """A record refers to a shard that was already used up."""
 
 
 class Tally:
-    """Counts of all up to a place of the plan and of each log.
+    """Counts everything up to a place of the plan and of each log.
 
-    Its record is what JSON knows, and small: shards that are used up are left out.
+    Its record is small and JSON: shards that are used up are left out.
     """
 
     def __init__(self) -> None:
         self._base, self._logs = NOTHING, dict[str, tuple[int, int]]()
         self._sums = BusAudit(0, 0, 0, 0, 0, 0, 0)
         self._decided, self._skipped = GuidSet(), set[int]()
-        """Guids of which the plan says something; those of them that teach nothing."""
+        """Guids that the plan has decided on; the skipped ones among them."""
         self._shards = dict[str, _Shard]()
         self._is_whole = True
         """Whether no shard was left out."""
         self.num_new_records = 0
-        """Records of the plan that no record of a tally had counted."""
+        """Records of the plan that no earlier tally had counted."""
 
     @classmethod
     def of(cls, paths: BusPaths, record: Any = None) -> Self:  # noqa: ANN401 - from a file
-        """Counts all that there is.
+        """Counts everything.
 
         Args:
-            record: of what was counted of this bus before; it saves reading that again. Of what is
-                none, nothing is taken.
+            record: of an earlier tally of this bus, to continue; an invalid one is ignored.
 
         Raises:
             BusError: not a bus of this format, or a damaged log.
@@ -118,7 +116,6 @@ class Tally:
         return tally
 
     def counts(self) -> BusAudit:
-        """Returns the counts."""
         return self._sums._replace(
             duplicates=sum(
                 min(rows, (shard.rows if shard.rows >= 0 else rows) - shard.used)
@@ -133,7 +130,7 @@ class Tally:
         )
 
     def to_record(self) -> dict[str, Any]:
-        """Returns what `of` takes."""
+        """Returns the record that `of` takes."""
         shards = {uuid: each for uuid, each in self._shards.items() if not each.is_done}
         return {
             "base": [self._base.fence, self._base.records, self._base.end],
@@ -157,7 +154,7 @@ class Tally:
         return tally
 
     def _read(self, paths: BusPaths) -> bool:
-        """Counts what came since; False if the plan was cut back."""
+        """Counts new records; False if the plan was cut back."""
         names = layout.open_bus(paths).producers
         # Before the logs, so that what is planned is also committed.
         chain = read_chain_behind(paths, self._base)
@@ -225,16 +222,15 @@ class Tally:
             if record.guid not in self._decided:
                 self._skipped.add(record.guid)
                 self._decided.update((record.guid,))
-            if not record.retired:
-                self._shard(record.skipped).used += record.rows
+            self._shard(record.skipped).used += record.rows
             self._sums = sums._replace(
                 skipped=sums.skipped + record.rows,
                 retired=sums.retired + record.rows * record.retired,
             )
 
 
-def used_rows(chain: Chain) -> Counter[str]:
-    """uuid of a shard -> rows that were planned, skipped, or dropped and sampled again."""
+def count_used_rows(chain: Chain) -> Counter[str]:
+    """Returns uuid of a shard -> rows that were planned, skipped, or dropped and sampled again."""
     used: Counter[str] = Counter()
     for step in chain.steps:
         for part in step.parts:

@@ -1,57 +1,55 @@
-"""The trainer's grants: how far rollout may run ahead, what owners may delete or owe again.
+"""Reads and writes the trainer's grants: how far rollout may run ahead, what owners may delete.
 
-The same file fences: a trainer that starts writes a grant of its own before it reads the plan, so
-one that was superseded finds it behind its own last one. Looking costs a read, no name look-up.
+The same file fences: a starting trainer writes its own grant before it reads the plan. A superseded
+trainer finds that grant after its own last one. Checking costs one read and no name look-up.
 """
 
 import threading
 import time
 from typing import NamedTuple
 
+from relax_hpc.bus.durable import GrowingFile
 from relax_hpc.bus.frames import FrameWriter, Record, decode
-from relax_hpc.bus.tail import GrowingFile
 from relax_hpc.errors import FencedError
-from relax_hpc.paths import BusPaths
+from relax_hpc.runtime.paths import BusPaths
 
 
 class Owed(NamedTuple):
-    """Prompt groups that were committed, will not be trained on, and are owed again."""
+    """A prompt group that was committed, will not be trained on, and must be sampled again."""
 
     guid: int
     """A prompt group; -1 is every group of the shard, which cannot be read."""
     uuid: str
-    """The shard that does not count any more; a later commit does."""
+    """The shard that no longer counts; a later commit does."""
 
 
 class Credit(NamedTuple):
-    """The newest one counts. After a restart of the trainer the values may go back."""
+    """A grant; the newest counts. After a restart of the trainer the values may go back."""
 
     step: int = 0
-    """Last step trained."""
     policy_version: int = 0
     retired_guid_below: int = 0
-    """No resume can need a shard whose guids are all below: its owner may delete it."""
+    """Shards whose guids are all below may be deleted: no resume needs them."""
     finished: bool = False
     """Nothing more will be trained on."""
     owed: tuple[Owed, ...] = ()
-    """All that is owed again and not planned yet."""
+    """Groups to sample again, not planned yet."""
     batch_ends: tuple[int, ...] = ()
-    """The first guid behind each batch from that of `step` + 1 on; none: multiples of P. What is
-    skipped moves them up, never down."""
+    """The guid after the end of each batch, from that of `step` + 1 on; empty: multiples of P.
+    Skipped groups move them up, never down."""
     judged_guid_below: int = 0
-    """All guids below are planned, skipped, or wait for their step, and what is skipped of them is
-    in the plan; told at multiples of `staleness.judging_span`."""
+    """All guids below are planned, skipped (and in the plan), or wait for their step. Updated at
+    multiples of `staleness.judging_span`."""
     seen: tuple[int, ...] = ()
-    """Sequence numbers behind the newest shard of each producer, in the order of the header, whose
-    skips are in `batch_ends`; none if that is not known."""
+    """For each producer of the header, the sequence number after its newest shard whose skips are
+    in `batch_ends`; empty if unknown."""
 
     def covers(self, guid: int, place: tuple[int, int] | None) -> bool:
-        """Whether `batch_ends` allow for a group, should it be skipped.
+        """Whether `batch_ends` already account for a group in case it is skipped.
 
         Args:
-            guid: of the group.
-            place: its producer's in the header, of which nothing was seen if it is not in `seen`,
-                and the sequence number of the shard that the group is in; None: in none yet.
+            place: number of its producer in the header (unseen if not in `seen`) and sequence
+                number of its shard; None: not committed yet.
         """
         if guid < self.retired_guid_below:
             return True
@@ -62,7 +60,7 @@ class Credit(NamedTuple):
 
 
 class CreditWriter:
-    """Appends to the log of credits; the sequencer's. Opening it fences every earlier one."""
+    """Appends to the log of credits, for the sequencer. Opening it fences every earlier writer."""
 
     def __init__(self, paths: BusPaths, plan_fence: int) -> None:
         self._plan_fence = plan_fence
@@ -74,7 +72,7 @@ class CreditWriter:
         self._fenced_by = max((r["plan_fence"] for r in self._frames.found), default=0)
         self._frames.found.clear()  # three for each step of a run
         self.inherited = (newest.credit or Credit())._replace(finished=False)
-        """The grant of the trainer before."""
+        """The last grant of the previous trainer."""
         self.write(self.inherited)
 
     def write(self, credit: Credit) -> None:
@@ -110,9 +108,8 @@ class CreditTail:
     """Follows the log of credits.
 
     Args:
-        paths: of the bus.
-        num_steps: of the run. The end after fewer is that of a run that has been given more since.
-        every_s: seconds between looks; all producers of a run read this one file.
+        num_steps: of the run. An end after fewer steps is that of a run that was extended since.
+        every_s: seconds between polls; all producers of a run read this one file.
     """
 
     def __init__(self, paths: BusPaths, *, num_steps: int = 0, every_s: float = 0.0) -> None:
@@ -122,7 +119,8 @@ class CreditTail:
         self._newest = _Newest(num_steps)
 
     def latest(self) -> Credit | None:
-        """The newest credit as of the last look; None before the first trainer has started."""
+        """Returns the newest credit as of the last poll; None before the first trainer has
+        started."""
         if time.monotonic() < self._next_look:
             return self._newest.credit
         self._next_look = time.monotonic() + self._every_s
@@ -133,7 +131,8 @@ class CreditTail:
 
     @property
     def plan_fence(self) -> int:
-        """Fence of the newest trainer as of the last look; 0 before the first has started."""
+        """Returns the newest trainer's fence as of the last poll; 0 before the first has
+        started."""
         return self._newest.plan_fence
 
     def close(self) -> None:
@@ -141,7 +140,7 @@ class CreditTail:
 
 
 class _Newest:
-    """The last credit of the highest plan fence: a fenced trainer grants nothing."""
+    """The last credit of the highest plan fence; a fenced trainer grants nothing."""
 
     def __init__(self, num_steps: int = 0) -> None:
         self.credit: Credit | None = None

@@ -1,7 +1,17 @@
-"""Bytes that survive a crash: complete writes, flushes, and what a full file system means."""
+"""Writes bytes that survive a crash, and reports full file systems; reads files that others append
+to, past the caches of a network file system.
+
+A client cache may hide a grown file for seconds; a read with O_DIRECT asks the server. If the mount
+refuses it, opening anew for each poll gives at least close-to-open consistency. The mode is found
+when a file is opened, and logged once per file system and folder (O_DIRECT at level DEBUG).
+"""
 
 import ctypes
+import errno
+import logging
+import mmap
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -9,9 +19,12 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
-from relax_hpc import storage
 from relax_hpc.errors import BusError
-from relax_hpc.records import Buffer, checksum
+from relax_hpc.runtime.files import storage
+from relax_hpc.runtime.files.records import Buffer, checksum
+from relax_hpc.runtime.files.storage import patiently
+
+log = logging.getLogger(__name__)
 
 MAX_BUFFERS = 1024  # of one system call: IOV_MAX of Linux
 _SYNC_FILE_RANGE_WRITE = 2
@@ -20,12 +33,7 @@ FULL_RETRY_S = 5.0
 
 
 class BusFullError(BusError):
-    """No space or no quota; nothing was published. Try again once shards were collected.
-
-    Args:
-        path: what was to be written.
-        error: as the operating system told it.
-    """
+    """No space or no quota; nothing was published. Retry after shards were collected."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(f"{path}: {error.strerror}; free space or raise the quota")
@@ -33,9 +41,9 @@ class BusFullError(BusError):
 
 
 class Space:
-    """The space that a role finds for its shards: nothing is tried while there was none just now.
+    """Limits how often a role tries to write to a full file system.
 
-    What was to be written stays with the caller until `write` says that it was.
+    The data stay with the caller until `write` succeeds.
     """
 
     def __init__(self) -> None:
@@ -43,7 +51,6 @@ class Space:
 
     @property
     def full(self) -> bool:
-        """Whether the last attempt found no space."""
         return self._retry_at > 0
 
     def write(self, put: Callable[[], object]) -> bool:
@@ -79,7 +86,6 @@ def pwrite_all(fd: int, data: Buffer, offset: int) -> None:
 
 
 def pwritev_all(fd: int, buffers: Iterable[Buffer], offset: int) -> None:
-    """Writes buffers end to end, many with each system call."""
     rest = [memoryview(data) for data in buffers if len(data)]
     while rest:
         written = os.pwritev(fd, rest[:MAX_BUFFERS], offset)
@@ -94,13 +100,13 @@ def pwritev_all(fd: int, buffers: Iterable[Buffer], offset: int) -> None:
 
 
 def close_flushed(fd: int) -> None:
-    """Closes what was flushed before: whatever storage says now, nothing is lost."""
+    """Closes a file that was flushed before; an error at close loses nothing."""
     with suppress(OSError):
         os.close(fd)
 
 
 def write_in_place(path: Path, data: Buffer, offset: int) -> None:
-    """Writes again what stands there, so that a flush is about it."""
+    """Rewrites existing bytes, so that the next flush covers them."""
     fd = os.open(path, os.O_WRONLY | os.O_DSYNC | os.O_CLOEXEC)
     try:
         pwrite_all(fd, data, offset)
@@ -110,9 +116,9 @@ def write_in_place(path: Path, data: Buffer, offset: int) -> None:
 
 
 def start_writeback(fd: int, offset: int, size: int) -> None:
-    """Asks the kernel to begin writing a range to storage, so that less is left to the fsync.
+    """Asks the kernel to start writing a range to storage, so that fsync has less to do.
 
-    Only a hint: where it is not known nothing happens, and errors show at the fsync.
+    Only a hint: unsupported systems ignore it, and errors show at the fsync.
     """
     call = _sync_file_range()
     if call is not None:
@@ -143,7 +149,8 @@ def pread_into(fd: int, out: memoryview, offset: int) -> int:
 
 
 def block_checksums(buffers: Sequence[Buffer], block: int) -> list[int]:
-    """Checksum of every `block` bytes of buffers that lie end to end; the last may be shorter."""
+    """Returns the checksum of every `block` bytes of buffers laid end to end; the last may be
+    shorter."""
     checksums, value, room = [], 0, block
     for buffer in buffers:
         rest = memoryview(buffer)
@@ -154,3 +161,138 @@ def block_checksums(buffers: Sequence[Buffer], block: int) -> list[int]:
                 checksums.append(value)
                 value, room = 0, block
     return checksums if room == block else [*checksums, value]
+
+
+WINDOW = 64 << 10
+PAGE = 4096
+_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
+_AT_EMPTY_PATH, _AT_STATX_FORCE_SYNC, _STATX_SIZE = 0x1000, 0x2000, 0x200
+_STATX_BYTES, _STATX_SIZE_AT = 256, 40
+
+
+class GrowingFile:
+    """Polls one growing file. The launcher made it, so no missing name is ever looked up.
+
+    Raises:
+        BusError: no such file, or it cannot be read; so does every read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._buffer = mmap.mmap(-1, WINDOW)  # page-aligned, as O_DIRECT wants
+        self._fd: int | None = None
+        self.direct = True
+        self._ask(0, most=1)  # some accept the flag and refuse the read
+
+    def read_from(self, offset: int) -> bytes:
+        return self._ask(offset)
+
+    def _ask(self, offset: int, most: int = sys.maxsize) -> bytes:
+        """Reads the bytes after `offset`; stops once there are `most`."""
+        try:
+            return patiently(self.path, lambda: self._poll_anew(offset, most))
+        except FileNotFoundError:
+            raise BusError(f"{self.path}: no such log; is this a bus of this run?") from None
+        except OSError as error:
+            raise BusError(f"{self.path}: cannot be read: {error.strerror}") from error
+
+    def close(self) -> None:
+        self._let_go()
+        self._buffer.close()
+
+    def _poll_anew(self, offset: int, most: int) -> bytes:
+        try:
+            return self._poll(offset, most)
+        except OSError as error:
+            self._let_go()
+            if error.errno != errno.ESTALE:
+                raise
+        # The server forgot the file we held (it was restored, say); the name may still be good.
+        return self._poll(offset, most)
+
+    def _poll(self, offset: int, most: int) -> bytes:
+        if self.direct:
+            try:
+                return self._poll_direct(offset, most)
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+                self._let_go()
+                self.direct = False
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            data = self._read(fd, offset, most)
+            _tell_once(os.fstat(fd).st_dev, self.path.parent, direct=False)
+        finally:
+            os.close(fd)
+        return data
+
+    def _poll_direct(self, offset: int, most: int) -> bytes:
+        if self._fd is None:
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            data = self._read(self._fd, offset, most)
+            _tell_once(os.fstat(self._fd).st_dev, self.path.parent, direct=True)
+            return data
+        return self._read(self._fd, offset, most)
+
+    def _read(self, fd: int, offset: int, most: int) -> bytes:
+        out = bytearray()
+        while len(out) < most:
+            at = offset + len(out)
+            start = at // PAGE * PAGE
+            end = start + os.preadv(fd, [self._buffer], start)
+            if end <= at:  # a read that is short says nothing of the end of the file
+                break
+            out += self._buffer[at - start : end - start]
+        return bytes(out)
+
+    def _let_go(self) -> None:
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            close_flushed(fd)
+
+
+def read_whole(path: Path, start: int = 0) -> bytes:
+    file = GrowingFile(path)
+    try:
+        return file.read_from(start)
+    finally:
+        file.close()
+
+
+def current_size(fd: int) -> int:
+    """Returns the size of an open file as the server knows it; `os.fstat` may answer from a cache.
+
+    On NFS it also makes this client append after the records of others: O_APPEND goes by the size
+    that the client has cached.
+    """
+    call = _statx()
+    if call is None:
+        return os.fstat(fd).st_size
+    answer = ctypes.create_string_buffer(_STATX_BYTES)
+    while call(fd, b"", _AT_EMPTY_PATH | _AT_STATX_FORCE_SYNC, _STATX_SIZE, answer):
+        code = ctypes.get_errno()
+        if code in (errno.ENOSYS, errno.EPERM):  # as some containers forbid it
+            return os.fstat(fd).st_size
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    return int.from_bytes(answer.raw[_STATX_SIZE_AT : _STATX_SIZE_AT + 8], "little")
+
+
+@cache
+def _statx() -> Callable[..., int] | None:
+    return cast(
+        Callable[..., int] | None, getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
+    )
+
+
+@cache
+def _tell_once(device: int, folder: Path, *, direct: bool) -> None:
+    if direct:
+        log.debug("%s: logs are read with O_DIRECT, past the client's cache", folder)
+        return
+    log.warning(
+        "%s: O_DIRECT is refused here; logs are opened anew for each poll, which costs metadata "
+        "operations, and may see what was committed as late as the client's attribute cache allows",
+        folder,
+    )

@@ -1,4 +1,4 @@
-"""Growing files of JSON records, each framed by length and CRC32C: the plan and the credits."""
+"""Reads and writes growing files of JSON records framed by length and CRC32C (plan, credits)."""
 
 import json
 import os
@@ -7,17 +7,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.bus.durable import close_flushed, pwrite_all, write_in_place
-from relax_hpc.bus.tail import current_size, read_whole
+from relax_hpc.bus.durable import (
+    close_flushed,
+    current_size,
+    pwrite_all,
+    read_whole,
+    write_in_place,
+)
 from relax_hpc.errors import BusError
-from relax_hpc.records import checksum, sync
-from relax_hpc.storage import patiently
+from relax_hpc.runtime.files.records import checksum, sync
+from relax_hpc.runtime.files.storage import patiently
 
 MAGIC = b"\x89RLF"  # cannot occur inside JSON text
 FRAME = struct.Struct("<4sII")
 """Magic, bytes of JSON, CRC32C of length and JSON."""
 CUT = "cut"
-"""Key of a record that says: from this byte of the file to here there is none."""
+"""Key of a record that marks the bytes from this offset to the record as invalid."""
 Record = dict[str, Any]
 
 
@@ -27,10 +32,7 @@ def encode(record: Record) -> bytes:
 
 
 def decode(data: bytes, path: Path, start: int = 0) -> tuple[list[Record], int]:
-    """The complete frames at the front of `data`, and how many bytes they take.
-
-    Args:
-        start: offset of `data` in the file.
+    """Returns the complete frames at the front of `data`, and their total bytes.
 
     Raises:
         BusError: a damaged frame with others behind it.
@@ -44,10 +46,10 @@ def decode(data: bytes, path: Path, start: int = 0) -> tuple[list[Record], int]:
 
 
 def _frames(data: bytes, path: Path, start: int) -> Iterator[tuple[Record, int]]:
-    """Each record with the offset of its end in the file, CUTs included.
+    """Yields each record with the offset of its end in the file, CUTs included.
 
-    A torn tail is never cut off: who does that may be late, and cut off what others have written
-    since. A CUT behind it says where it began.
+    A torn tail is never truncated: a late process might truncate newer records of others. A CUT
+    after it says where it began.
     """
     at = 0
     while (frame := _next_frame(data, at)) is not None:
@@ -59,7 +61,7 @@ def _frames(data: bytes, path: Path, start: int) -> Iterator[tuple[Record, int]]
 
 
 def _next_frame(data: bytes, at: int) -> tuple[int, int, Record] | None:
-    """Begin and end of the first whole frame behind `at`, and what it says."""
+    """Returns begin, end and record of the first whole frame after `at`."""
     while (at := data.find(MAGIC, at)) >= 0 and at + FRAME.size <= len(data):
         _, size, crc = FRAME.unpack_from(data, at)
         text = data[at + FRAME.size : at + FRAME.size + size]
@@ -74,7 +76,7 @@ def _crc(text: bytes) -> int:
 
 
 def read_frames(path: Path, start: int = 0) -> list[tuple[Record, int]]:
-    """All records from byte `start` on, as of now, each with the offset of its end.
+    """Returns the current records from byte `start` on, each with the offset of its end.
 
     A torn tail is not a record.
     """
@@ -83,12 +85,12 @@ def read_frames(path: Path, start: int = 0) -> list[tuple[Record, int]]:
 
 
 class FrameWriter:
-    """Appends to a framed file; makes it, or continues it behind its last whole record."""
+    """Appends to a framed file; creates it, or continues after its last whole record."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.end = 0
-        """Where the next record begins."""
+        """Offset of the next record."""
         self._is_sure = True
         """Whether the file is known to end there."""
         try:
@@ -104,7 +106,7 @@ class FrameWriter:
             raise BusError(f"{path}: cannot be opened for writing: {error.strerror}") from error
 
     def append(self, record: Record) -> None:
-        """Adds `record`: on return it is on disk, once.
+        """Adds `record`; on return it is on disk, once.
 
         Raises:
             BusError: another process writes this file, or storage refused.
@@ -115,7 +117,7 @@ class FrameWriter:
             raise BusError(f"{self.path}: cannot be written: {error.strerror}") from error
 
     def skip(self, size: int) -> None:
-        """Goes on behind what another process has appended."""
+        """Moves past records that another process appended."""
         self.end += size
 
     def close(self) -> None:
@@ -127,7 +129,7 @@ class FrameWriter:
         return os.open(self.path, flags, 0o644)
 
     def _put(self, frame: bytes, size: int) -> None:
-        """Appends a frame to a file of `size` bytes, and moves `end` behind it."""
+        """Appends a frame to a file of `size` bytes, and moves `end` after it."""
 
         def put() -> None:
             if not self._is_sure:
@@ -144,7 +146,7 @@ class FrameWriter:
         patiently(self.path, put, small=True)
 
     def _put_again(self, frame: bytes) -> None:
-        """Appends a frame of which nothing, a part or all may have come to the file already."""
+        """Appends a frame, none, part or all of which may be in the file already."""
         close_flushed(self._fd)
         self._fd = self._open()
         rest = read_whole(self.path, self.end)

@@ -1,4 +1,4 @@
-"""The sequencer's view of what was committed: which shard holds which prompt group, and how wide.
+"""Tracks the committed shards for the sequencer: which holds which prompt group, how wide.
 
 Admits each shard once. The first commit of a guid wins, and the first sidecar of a role.
 """
@@ -14,34 +14,34 @@ from relax_hpc.bus.log import CommitRecord, LogTail, RecordKind
 from relax_hpc.bus.plan import (
     Chain,
     DroppedGroup,
+    GuidSet,
     IgnoredShard,
-    Part,
+    LogPosition,
     PlanRecord,
+    ShardRange,
     Sidecar,
     SkippedGroup,
 )
 from relax_hpc.bus.reader import BatchIndex
-from relax_hpc.bus.shards.open_shards import OpenShards
-from relax_hpc.bus.shards.shard import Shard
-from relax_hpc.bus.skips import Judge, Verdict
-from relax_hpc.bus.snapshot import GuidSet, LogPosition
+from relax_hpc.bus.shards.shard import OpenShards, Shard
+from relax_hpc.bus.skips import GroupVerdict, Judge
 from relax_hpc.errors import BusError, DamagedError
-from relax_hpc.paths import BusPaths
+from relax_hpc.runtime.paths import BusPaths
 from relax_hpc.schema import Role
 
 log = logging.getLogger(__name__)
 
 MAX_DAMAGED = 8
-"""Shards of one producer that may be found damaged before the storage is not trusted any more."""
+"""Damaged shards of one producer after which the storage counts as broken."""
 WHOLE_SHARD = -1
 REPEATED = -2
-"""Stands for the guids of the groups of a shard that were committed before."""
+"""Marks the guids of groups in a shard that were committed before."""
 
 
-class Group(NamedTuple):
+class WaitingGroup(NamedTuple):
     """A committed prompt group that waits for its step."""
 
-    part: Part
+    part: ShardRange
     policy_version_min: int
     num_tokens: int
 
@@ -50,13 +50,10 @@ class Intake:
     """Follows the commit logs.
 
     Args:
-        paths: of the bus.
-        producers: names of those that commit prompt groups.
-        sidecar_writers: name -> role of those that widen their shards.
-        needs: roles whose sidecar a group waits for.
-        chain: what earlier incarnations planned; those groups are not offered again.
-        shards: gets what is admitted, open, for who reads it next.
-        judge: says which groups are skipped; None: none is.
+        sidecar_writers: name -> role of the sidecar writers.
+        chain: plan of earlier incarnations; its groups are not offered again.
+        shards: gets admitted shards, open, for the next reader.
+        judge: decides which groups are skipped; None: none is.
     """
 
     def __init__(
@@ -69,13 +66,12 @@ class Intake:
         shards: OpenShards,
         judge: Judge | None = None,
     ) -> None:
-        self.waiting: dict[int, Group] = {}
+        self.waiting: dict[int, WaitingGroup] = {}
         self.notes: list[IgnoredShard | DroppedGroup | SkippedGroup] = []
-        """Records that the plan has to make, since the list was last emptied."""
+        """Records to add to the plan; the sequencer empties the list."""
         self.planned = GuidSet(chain.base.planned_below, chain.base.planned_above)
-        """Guids that are planned or skipped."""
         self.dropped = set(chain.base.dropped)
-        """(guid, uuid) that do not count any more."""
+        """(guid, uuid) that no longer count."""
         self._shards, self._needs, self._judge = shards, needs, judge
         self._producers, self._writers = list(producers), sidecar_writers
         self._names = {name: RecordKind.BASE for name in producers} | {
@@ -98,7 +94,7 @@ class Intake:
         self._next_seq = dict.fromkeys(producers, 0)
         self._has_looked = False
         self.on_record: dict[str, dict[int, int]] = {}
-        """uuid of a shard -> guid -> rows that the plan accounts for, as used or passed over."""
+        """uuid of a shard -> guid -> rows that the plan accounts for, used or passed over."""
         for uuid, guid, rows in chain.base.on_record:
             self._put_on_record(uuid, guid, rows)
         for shard in chain.ignored:
@@ -111,7 +107,7 @@ class Intake:
         for record in chain.steps:
             self.mark_planned(record)
 
-    def judged_below(self, span: int) -> int:
+    def find_judged_below(self, span: int) -> int:
         """The highest multiple of `span` below which all groups are planned, skipped or waiting."""
         guid = self.planned.below
         while guid in self.planned or guid in self.waiting:
@@ -120,11 +116,8 @@ class Intake:
 
     @property
     def seen(self) -> tuple[int, ...]:
-        """Sequence numbers behind the newest shard of each producer that was judged; none before
-        the first look, and where nothing is judged.
-
-        Where all shards of one are retired it may be 0.
-        """
+        """Returns the sequence number after each producer's newest judged shard; empty before the
+        first poll and without a judge. May be 0 if all shards of a producer are retired."""
         known = self._has_looked and self._judge is not None
         return tuple(self._next_seq.values()) if known else ()
 
@@ -132,17 +125,15 @@ class Intake:
         return self._tails[producer].num_records
 
     def ready(self, guid: int) -> bool:
-        """Whether a group is there with every column that is needed."""
         group = self.waiting.get(guid)
         return group is not None and not self.lacks(group)
 
-    def lacks(self, group: Group) -> list[Role]:
-        """Roles whose sidecar of its shard is not there yet."""
+    def lacks(self, group: WaitingGroup) -> list[Role]:
         found = self._sidecars.get(group.part.uuid, {})
         return [role for role in self._needs if role not in found]
 
-    def owners_of_what_lacks(self, group: Group) -> list[str]:
-        """The sidecar writers whose part the shard of a group is in, of roles it still lacks."""
+    def owners_of_what_lacks(self, group: WaitingGroup) -> list[str]:
+        """Returns the sidecar writers that have yet to widen the shard of a group."""
         owners = []
         for role in self.lacks(group):
             writers = [name for name, written in self._writers.items() if written == role]
@@ -150,7 +141,7 @@ class Intake:
         return owners
 
     def record_of(self, guids: Sequence[int], *, step: int, portion: int, last: bool) -> PlanRecord:
-        """The record that plans some waiting groups, with the sidecars that count."""
+        """Returns the record that plans some waiting groups, with the sidecars that count."""
         groups = [self.waiting[guid] for guid in guids]
         sampled = [g.policy_version_min for g in groups if g.policy_version_min >= 0]
         uuids = dict.fromkeys(group.part.uuid for group in groups)
@@ -173,8 +164,8 @@ class Intake:
             self.waiting.pop(guid, None)
             self._repeats.pop(guid, None)
 
-    def owed_again(self) -> list[tuple[int, str]]:
-        """(guid, uuid) of what was dropped and is not there again."""
+    def list_owed_again(self) -> list[tuple[int, str]]:
+        """Returns (guid, uuid) of dropped groups that were not committed again."""
         return sorted(
             (guid, uuid)
             for guid, uuid in self.dropped
@@ -182,10 +173,10 @@ class Intake:
         )
 
     def drop(self, guid: int, *, step: int) -> list[DroppedGroup]:
-        """Takes a waiting group out because it is over age; its owner samples the prompt again.
+        """Removes a waiting group because it is over age; its owner samples the prompt again.
 
-        What repeats it does not take its place: it is on record as ignored, and as old. To be put
-        on record in this order: a restart in between drops the rest.
+        Repetitions of it are dropped as well: they are on record as ignored, and as old. Write the
+        records in this order: a restart in between drops the rest.
         """
         part = self.waiting.pop(guid).part
         rows = dict.fromkeys(self._repeats.pop(guid, ()), 0) | {part.uuid: part.hi - part.lo}
@@ -196,7 +187,7 @@ class Intake:
         return drops
 
     def poll(self, step: int) -> None:
-        """Looks for new records while `step` is being planned.
+        """Reads new records while `step` is being planned.
 
         Raises:
             BusError: a committed record is damaged, or too many shards are.
@@ -217,7 +208,7 @@ class Intake:
         self._has_looked = True
 
     def retire(self, retired: GuidSet) -> dict[str, LogPosition]:
-        """Forgets what no resume can need any more; where in the logs the rest begins."""
+        """Forgets all that no resume needs any more; returns where in the logs the rest begins."""
         self.dropped = {d for d in self.dropped if d[0] >= retired.below or d[0] == WHOLE_SHARD}
         positions = {}
         for name, live in self._live.items():
@@ -295,13 +286,13 @@ class Intake:
                 self.notes.append(skipped)
                 self._mark_skipped(skipped)
                 continue
-            part = Part(producer, record.fence, record.seq, record.uuid, lo, hi)
+            part = ShardRange(producer, record.fence, record.seq, record.uuid, lo, hi)
             sampled = [int(v) for v in versions[lo:hi] if v >= 0]
             oldest = min(sampled, default=-1)
-            self.waiting[guid] = Group(part, oldest, int(tokens[lo:hi].sum()))
+            self.waiting[guid] = WaitingGroup(part, oldest, int(tokens[lo:hi].sum()))
         return repeated
 
-    def _verdicts(self, shard: Shard, num_groups: int) -> Sequence[Verdict | None]:
+    def _verdicts(self, shard: Shard, num_groups: int) -> Sequence[GroupVerdict | None]:
         if self._judge is None:
             return [None] * num_groups
         columns = {name: shard.read(f"row/{name}") for name in BatchIndex._fields}

@@ -1,10 +1,10 @@
-"""Making and opening a bus. Every growing file exists before any role starts.
+"""Creates and opens a bus, and deals prompt groups to rollout tasks.
 
-A name looked up too early may stay "missing" in a client's cache for seconds, so nobody ever has
-to look one up: the launcher makes them all.
+Every growing file exists before any role starts: a client may cache a name as missing for seconds
+if it looks the name up too early. So the launcher creates them all.
 
-Each prompt group has its folder for good. Tasks may become more or fewer between two jobs: a folder
-without a task of its own is kept by one of those that there are.
+Each prompt group has one folder for good. The number of tasks may change between two jobs: another
+task then keeps the folders of a task that is gone.
 """
 
 import heapq
@@ -15,41 +15,42 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from relax_hpc.bus.log import RecordKind, read_log
-from relax_hpc.errors import BusError
-from relax_hpc.paths import BusPaths
-from relax_hpc.records import read_json, sync, write_json
+from relax_hpc.errors import BusError, without_number
+from relax_hpc.runtime.files.records import read_json, sync, write_json
+from relax_hpc.runtime.paths import BusPaths
 from relax_hpc.schema import COLUMNS, Role
 
 FORMAT = 5
 
 
 class Deal(NamedTuple):
-    """Prompt groups of the same number of rollout tasks."""
+    """Prompt groups dealt to the same number of rollout tasks."""
 
     first: int
-    """Guid of the first; it ends in front of the first of the next deal."""
+    """First guid; the deal ends before the first guid of the next one."""
     size: int
-    """Tasks: guid g is in the folder of producer g % size."""
+    """Number of tasks: guid g is in the folder of producer g % size."""
 
 
 class Deals(tuple[Deal, ...]):
-    """All deals of a run, oldest first: which folder a prompt group is in, and who keeps that."""
+    """All deals of a run, oldest first: which folder a prompt group is in, and which task keeps
+    it."""
 
     @property
     def num_tasks(self) -> int:
-        """Rollout tasks that there are now."""
         return self[-1].size
 
     def folder_of(self, guid: int) -> int:
-        """The number of the producer in whose folder a prompt group is committed."""
+        """Returns the number of the producer in whose folder a prompt group is committed."""
         return guid % next(deal.size for deal in reversed(self) if deal.first <= guid)
 
     def task_of(self, folder: int) -> int:
-        """The rollout task that keeps a folder: its own, or another where that is no more."""
+        """Returns the rollout task that keeps a folder: its own, or a substitute if that is
+        gone."""
         return folder % self.num_tasks
 
     def guids(self, task: int, *, start: int) -> Iterator[int]:
-        """Prompt groups in the folders of a task, rising from `start` on and without end."""
+        """Yields the prompt groups in a task's folders, rising from `start`, without end."""
         for deal, following in zip(self, (*self[1:], None), strict=True):
             first = max(start, deal.first)
             begins = (
@@ -66,15 +67,14 @@ class Deals(tuple[Deal, ...]):
 
 
 class BusHeader(NamedTuple):
-    """RUN.json: written at launch; a resume with other rollout tasks adds to it."""
+    """RUN.json: written at launch; extended by a resume with another number of rollout tasks."""
 
     format: int
     producers: list[str]
-    """All that there have been, by number."""
     run: dict[str, Any]
-    """Facts that the launcher wanted to be remembered with the data."""
+    """Facts about the run that the launcher stores with the data."""
     sidecar_writers: Mapping[str, Role] = MappingProxyType({})
-    """Name -> role of those that add columns to shards of `producers`."""
+    """Name -> role of the writers that add columns to shards of `producers`."""
     deals: Deals = Deals()
 
 
@@ -85,10 +85,10 @@ def create(
     *,
     sidecar_writers: Mapping[str, Role] | None = None,
 ) -> None:
-    """Makes the folders, empty logs and credits, and RUN.json last.
+    """Creates the folders, empty logs and credits, and RUN.json last.
 
     Raises:
-        BusError: there is a bus already (a run directory is used once), or it cannot be written.
+        BusError: a bus exists already (a run directory is used once), or it cannot be written.
     """
     writers, deals = dict(sidecar_writers or {}), Deals([Deal(0, len(producers))])
     made = BusHeader(FORMAT, list(producers), dict(header), writers, deals)
@@ -123,7 +123,8 @@ def open_bus(paths: BusPaths) -> BusHeader:
             dealt = record.pop("deals", None) or [(0, len(record["producers"]))]
             return BusHeader(**record, deals=Deals(Deal(*each) for each in dealt))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise BusError(f"{paths.header}: cannot be read: {error}; restore the file") from error
+        said = f"cannot be read: {without_number(error)}; restore the file"
+        raise BusError(f"{paths.header}: {said}") from error
     raise BusError(
         f"{paths.header}: is bus format {record['format']}, this relax-hpc reads {FORMAT}; use the "
         "version that wrote it"
@@ -131,14 +132,10 @@ def open_bus(paths: BusPaths) -> BusHeader:
 
 
 def deal(paths: BusPaths, producers: Sequence[str]) -> None:
-    """Deals what nobody has begun over other rollout tasks; nothing if there are as many as before.
+    """Deals prompt groups not yet begun to a new number of rollout tasks; nothing if unchanged.
 
-    What was begun stays where it is. Whoever calls it has made sure that no task is alive. RUN.json
-    is replaced last: whoever dies before has changed nothing.
-
-    Args:
-        paths: of the bus.
-        producers: of the tasks that there will be, by number.
+    Groups already begun stay in place. No task may be alive. RUN.json is replaced last, so a crash
+    before changes nothing.
 
     Raises:
         BusError: not a bus of this format, a damaged log, or it cannot be written.
@@ -170,15 +167,14 @@ def deal(paths: BusPaths, producers: Sequence[str]) -> None:
 
 
 def roles_of(header: BusHeader, columns: Collection[str]) -> tuple[Role, ...]:
-    """Roles of sidecar writers that write one of `columns`: those that a batch waits for."""
+    """Returns the roles of sidecar writers that write one of `columns`: a batch waits for them."""
     roles = dict.fromkeys(header.sidecar_writers.values())
     return tuple(role for role in roles if any(COLUMNS[name].writer == role for name in columns))
 
 
 def check_needs(paths: BusPaths, header: BusHeader, needs: Sequence[Role]) -> None:
     """Raises:
-    BusError: groups are to wait for columns that nobody writes.
-    """
+    BusError: groups would wait for columns that nobody writes."""
     written = set(header.sidecar_writers.values())
     for role in needs:
         if role not in written:

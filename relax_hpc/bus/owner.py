@@ -1,5 +1,4 @@
-"""The parts that producers and sidecar writers have in common: a log of one's own, and the
-shards it names."""
+"""Base of producers and sidecar writers: a process with its own log and shards."""
 
 import logging
 import os
@@ -10,15 +9,14 @@ from typing import Self
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.durable import BusFullError, close_flushed
-from relax_hpc.bus.log import SHARDS, CommitRecord, RecordKind
-from relax_hpc.bus.log_writer import LogWriter
+from relax_hpc.bus.log import SHARDS, CommitRecord, LogWriter, RecordKind
 from relax_hpc.bus.shards import shard_write
 from relax_hpc.bus.shards.shard_format import ShardInfo
 from relax_hpc.errors import BusError
-from relax_hpc.paths import BusPaths
-from relax_hpc.records import sync
+from relax_hpc.runtime.files.records import sync
+from relax_hpc.runtime.files.storage import names, patiently
+from relax_hpc.runtime.paths import BusPaths
 from relax_hpc.schema import PRODUCER, ColumnPieces, Role
-from relax_hpc.storage import names, patiently
 
 log = logging.getLogger(__name__)
 
@@ -30,16 +28,11 @@ _NO_PARENT = "0" * 32
 
 
 class Owner:
-    """The one process that writes below `p/<name>`. Opening it fences the one before.
+    """The one process that writes below `p/<name>`. Opening it fences the previous one.
 
     Args:
-        paths: a bus that `layout.create` made.
-        name: one of those it was made for.
-        role: whose columns it writes.
-        provenance: root attributes of every shard.
-        compress: columns to be compressed.
-        spares: shards that nobody needs any more to keep, in order to write over them; none where
-            columns are compressed.
+        name: one of the names it was made with.
+        spares: number of obsolete shards to keep for overwriting; 0 if columns are compressed.
 
     Raises:
         BusError: not a bus of this format, no such name with this role, or a damaged log.
@@ -72,7 +65,7 @@ class Owner:
         self.fence, self._seq = self._log.fence, self._log.next_seq
         self._folder = self._make_folder(paths.fence(name, self.fence))
         self._live = self._clean()
-        """Records whose file is there."""
+        """Records whose file exists."""
         self._log.records.clear()  # of all shards since the run began
 
     def __enter__(self) -> Self:
@@ -93,7 +86,6 @@ class Owner:
         return self._paths.shard(self.name, record.fence, record.seq)
 
     def close(self) -> None:
-        """Records that this owner ended on purpose."""
         self._drop_spares()
         self._log.append(CommitRecord(RecordKind.CLOSE, self.fence, self._seq, self.role))
         self._release()
@@ -104,7 +96,7 @@ class Owner:
 
     @staticmethod
     def _make_folder(folder: Path) -> int:
-        """A descriptor of it: to flush its names without looking it up for every shard."""
+        """Returns a descriptor of the folder, to flush its names without a look-up per shard."""
 
         def make() -> int:
             folder.mkdir(exist_ok=True)
@@ -122,7 +114,8 @@ class Owner:
         columns: ColumnPieces,
         attributes: Mapping[str, str] = MappingProxyType({}),
     ) -> CommitRecord:
-        """Writes a shard and commits it; `record` lacks only what the file decides."""
+        """Writes a shard and commits it; fills in the fields of `record` that depend on the
+        file."""
         try:
             info = self._write(record, columns, attributes)
         except BusFullError:
@@ -165,7 +158,7 @@ class Owner:
     def _delete(self, dead: Callable[[CommitRecord], bool]) -> set[str]:
         """Deletes own shards, or keeps them as spares; returns their uuids.
 
-        What cannot be deleted is tried again later.
+        Failed deletions are retried later.
         """
         uuids = set()
         for record in [record for record in self._live if dead(record)]:
@@ -184,14 +177,14 @@ class Owner:
         return uuids
 
     def _forget_shard(self, record: CommitRecord) -> None:
-        """A shard that cannot be read counts as not written; its file stays to be looked at."""
+        """Treats an unreadable shard as not written; its file stays for inspection."""
         self._live.remove(record)
 
     def _clean(self) -> list[CommitRecord]:
-        """Deletes what older fences left without a record; returns the records whose file is left.
+        """Deletes unrecorded files of older fences; returns the records whose file exists.
 
-        Listing is fine here: the folders are this owner's own, and it does so once. Those of later
-        fences are not: there may be some if this owner was stopped for a while.
+        Listing is cheap here: the folders are this owner's own, and it lists once. Folders of later
+        fences are left alone; they exist if this owner was stopped for a while.
         """
         recorded = {self.shard(r): r for r in self._log.records if r.kind in SHARDS}
         live = []
@@ -206,7 +199,7 @@ class Owner:
 
 
 def _delete_orphan(file: Path) -> None:
-    """An orphan that stays harms nobody; NFS keeps one that a process on this host holds open."""
+    """Deletes an orphan; one that stays is harmless (NFS keeps files that this host has open)."""
     try:
         file.unlink(missing_ok=True)  # another owner may be at it, too
     except OSError as error:

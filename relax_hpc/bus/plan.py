@@ -1,29 +1,145 @@
-"""The plan: which rows each step trains on, decided once, in a log per incarnation of the trainer.
+"""Reads, follows and writes the plan: which rows each step trains on, one log per trainer
+incarnation.
 
-Each incarnation claims the next fence. Its log begins with the fence it continues and how many
-records it keeps; what a fenced predecessor appends afterwards is thereby cut off.
+Each incarnation claims the next fence. Its log begins with the fence it continues and the number of
+records it keeps, which cuts off all that a fenced predecessor appends later.
+
+A snapshot sums up the front of the plan and of the commit logs, so the cost of a restart depends on
+live data, not on the length of the run. A snapshot may be lost: the logs hold everything.
 """
 
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
-from relax_hpc.bus.frames import Record, read_frames
-from relax_hpc.bus.snapshot import NOTHING, Snapshot, read_snapshots
-from relax_hpc.errors import BusError
-from relax_hpc.paths import BusPaths
-from relax_hpc.records import sync
+from relax_hpc.bus.credits import CreditTail
+from relax_hpc.bus.durable import GrowingFile
+from relax_hpc.bus.frames import Record, decode, read_frames
+from relax_hpc.errors import BusError, without_number
+from relax_hpc.runtime.files.records import read_bytes, sync, write_json
+from relax_hpc.runtime.files.storage import exists, names, patiently
+from relax_hpc.runtime.paths import BusPaths
 from relax_hpc.schema import Role
-from relax_hpc.storage import exists, names, patiently
+
+KEPT = 2
+
+
+class GuidSet:
+    """A set of guids: all below a bound, and some above it."""
+
+    def __init__(self, below: int = 0, above: Iterable[int] = ()) -> None:
+        self.below = below
+        self.above = set(above)
+
+    def __contains__(self, guid: int) -> bool:
+        return guid < self.below or guid in self.above
+
+    def update(self, guids: Iterable[int]) -> None:
+        self.above.update(guids)
+        while self.below in self.above:
+            self.above.remove(self.below)
+            self.below += 1
+
+
+class LogPosition(NamedTuple):
+    """The finished front of a commit log."""
+
+    records: int
+    """Leading records that are finished."""
+    fence: int
+    """Fence of the owner there."""
+    settled: list[str]
+    """uuids of later finished shards."""
+
+
+class PlanSnapshot(NamedTuple):
+    """The plan up to and including `step`. Everything else begins after it."""
+
+    fence: int
+    """Plan fence whose log the last record of `step` stands in."""
+    records: int
+    """Records of the chain that it sums up."""
+    end: int
+    """Byte at which they end in the log of `fence`."""
+    step: int
+    planned_below: int
+    """All guids below are planned or skipped."""
+    planned_above: list[int]
+    """The planned or skipped guids above."""
+    dropped: list[tuple[int, str]]
+    """(guid, uuid) of drops that still matter; guid -1 is the whole shard."""
+    on_record: list[tuple[str, int, int]]
+    """(uuid, guid, rows) of shards that still matter: used or passed over, -2 as repeated."""
+    duplicates: int
+    logs: dict[str, LogPosition]
+    skipped_below: int = 0
+    """Number of skipped guids below."""
+    skipped_above: Sequence[int] = ()
+    """The skipped guids above."""
+
+
+NOTHING = PlanSnapshot(0, 0, 0, 0, 0, [], [], [], 0, {})
+"""An empty run."""
+
+
+def write_snapshot(paths: BusPaths, snapshot: PlanSnapshot) -> None:
+    """Publishes a snapshot and deletes all but the newest ones.
+
+    Raises:
+        BusError: storage refused, or a newer trainer removed the draft.
+    """
+    path = paths.plan_snapshot(snapshot.fence, snapshot.records)
+    try:
+        write_json(path, snapshot._asdict())
+        for old in [paths.plan / name for name in _files(paths)[KEPT:]]:
+            patiently(old, partial(old.unlink, missing_ok=True))
+    except OSError as error:
+        raise BusError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def remove_drafts(paths: BusPaths) -> None:
+    for draft in [paths.plan / name for name in names(paths.plan)]:
+        if draft.match(".snap.*.tmp"):
+            patiently(draft, partial(draft.unlink, missing_ok=True))
+
+
+def read_snapshots(paths: BusPaths) -> list[PlanSnapshot]:
+    found = []
+    for name in _files(paths):
+        try:
+            found.append(_parse(json.loads(read_bytes(paths.plan / name))))
+        except FileNotFoundError:  # its writer had a newer one
+            continue
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            said = f"cannot be read: {without_number(error)}; delete it"
+            raise BusError(f"{paths.plan / name}: {said}") from error
+    return found
+
+
+def _parse(values: dict[str, Any]) -> PlanSnapshot:
+    logs = {name: LogPosition(*position) for name, position in values.pop("logs").items()}
+    dropped = [(guid, uuid) for guid, uuid in values.pop("dropped")]
+    on_record = [tuple(entry) for entry in values.pop("on_record")]
+    return PlanSnapshot(**values, dropped=dropped, on_record=on_record, logs=logs)
+
+
+def _files(paths: BusPaths) -> list[str]:
+    """Returns the files, newest first: the names sort by the records they sum up."""
+    listed = (name for name in names(paths.plan) if fnmatchcase(name, "snap.*.json"))
+    return sorted(listed, reverse=True)
+
 
 _LOG = re.compile(r"f\d+\.log")
 
 
-class Part(NamedTuple):
+class ShardRange(NamedTuple):
     """The rows of one prompt group, in one shard: lo <= row < hi."""
 
     producer: str
@@ -44,20 +160,18 @@ class Sidecar(NamedTuple):
 
 
 class PlanRecord(NamedTuple):
-    """One batch, or a portion of one; `_asdict()` is JSON. The audit needs no shard besides."""
+    """One batch, or a portion of one; `_asdict()` is JSON. The audit needs no shard."""
 
     step: int
     guids: list[int]
-    parts: list[Part]
+    parts: list[ShardRange]
     """The rows of `guids`, one part per prompt group, by (guid, sibling, segment)."""
     num_trajectories: int
     policy_version_min: int
-    """Oldest policy that sampled a token of it; -1 if none did."""
     num_tokens: int
     portion: int = 0
     """0-based within the step."""
     last: bool = True
-    """Whether it completes the batch of its step."""
     sidecars: Mapping[str, dict[Role, Sidecar]] = MappingProxyType({})
     """uuid of a shard of `parts` -> role -> the sidecar that counts."""
 
@@ -67,12 +181,12 @@ class PlanRecord(NamedTuple):
             uuid: {role: Sidecar(*sidecar) for role, sidecar in roles.items()}
             for uuid, roles in record["sidecars"].items()
         }
-        parts = [Part(*part) for part in record["parts"]]
+        parts = [ShardRange(*part) for part in record["parts"]]
         return cls(**{**record, "parts": parts, "sidecars": sidecars})
 
 
 class IgnoredShard(NamedTuple):
-    """Rows that were committed again: a producer had lost its acknowledgement."""
+    """Rows that were committed again because a producer lost its acknowledgement."""
 
     uuid: str
     rows: int
@@ -84,44 +198,37 @@ class DroppedGroup(NamedTuple):
     guid: int
     """-1: every group of the shard, which cannot be read."""
     dropped: str
-    """uuid of the shard."""
     rows: int
     why: str
     """`over_age` or `damaged`."""
     step: int
-    """The step that was being planned."""
 
 
 class SkippedGroup(NamedTuple):
-    """Rows that will not be trained on, since they teach nothing: further groups take their place.
+    """Rows that will not be trained on because they teach nothing; further groups take their place.
 
     Their owner may delete them, as if they had been trained on.
     """
 
     guid: int
     skipped: str
-    """uuid of the shard."""
     rows: int
     step: int
-    """The step that was being planned."""
     prompt: int
-    """Row of the data."""
     solved: bool
-    """Whether the policy can do it already; else it never could."""
+    """Whether the policy always solves it already; else it never does."""
     reward: float | None
     """Mean over the episodes that have one; None if none has."""
     truncated: bool = False
-    """Whether nothing is left of it because its responses were cut off."""
+    """Whether it was skipped because its responses were cut off."""
     retired: bool = False
-    """Whether nobody was asked, since its prompt has been solved often enough."""
+    """Whether it was never sampled, since its prompt has been solved often enough."""
 
 
 AnyRecord = PlanRecord | IgnoredShard | DroppedGroup | SkippedGroup
 
 
 class PlanPosition(NamedTuple):
-    """The place in the plan that a checkpoint has come to."""
-
     fence: int
     records: int
     """Records of the chain up to and including the last one of `step`."""
@@ -136,19 +243,18 @@ class ChainRecord(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """The one valid history: records of all fences, what was cut off left out."""
+    """The one valid history: records of all fences, without the parts cut off."""
 
     fence: int
     """Newest fence with a header; 0 if nothing was ever planned."""
-    base: Snapshot
-    """Sums up the records in front of `records`."""
+    base: PlanSnapshot
+    """Sums up the records before `records`."""
     records: list[ChainRecord]
     links: list[tuple[int, int]]
     """(fence, records it kept of the fences before), oldest first."""
 
     @property
     def steps(self) -> list[PlanRecord]:
-        """The portions of all batches, in order."""
         return [r.record for r in self.records if isinstance(r.record, PlanRecord)]
 
     @property
@@ -188,13 +294,13 @@ class Chain(NamedTuple):
 
 
 def newest_fence(paths: BusPaths) -> int:
-    """The highest claim; its owner is the only one whose plan counts."""
+    """Returns the highest claim; only its owner's plan counts."""
     claims = [name for name in names(paths.plan) if name.startswith("FENCE.")]
     return max((int(claim.removeprefix("FENCE.")) for claim in claims), default=0)
 
 
 def claim_fence(paths: BusPaths) -> int:
-    """Takes the next fence; O_EXCL lets one of two racing trainers have each number.
+    """Takes the next fence; O_EXCL gives each number to one of two racing trainers.
 
     Raises:
         BusError: the folder of the plan cannot be written.
@@ -222,7 +328,7 @@ def read_chain(paths: BusPaths, *, below: int | None = None, whole: bool = True)
     """Reads the valid plan, of the newest fence or of the newest one below `below`.
 
     Args:
-        whole: every record; else those behind the newest snapshot that is on the chain.
+        whole: every record; else those after the newest snapshot on the chain.
 
     Raises:
         BusError: a record of the plan is damaged.
@@ -236,11 +342,11 @@ def read_chain(paths: BusPaths, *, below: int | None = None, whole: bool = True)
     return chain
 
 
-def read_chain_behind(paths: BusPaths, base: Snapshot) -> Chain | None:
-    """Reads the valid plan from a place on; None if it does not go through there any more.
+def read_chain_behind(paths: BusPaths, base: PlanSnapshot) -> Chain | None:
+    """Reads the valid plan from a place on; None if the plan no longer contains the place.
 
     Args:
-        base: says the place by `fence`, `records` and `end`; a restart may have cut it off.
+        base: gives the place by `fence`, `records` and `end`; a restart may have cut it off.
 
     Raises:
         BusError: a record of the plan is damaged.
@@ -263,15 +369,16 @@ def is_planned(paths: BusPaths, position: PlanPosition) -> bool:
 
 
 def gone_of_first_step(paths: BusPaths) -> Path | None:
-    """A shard of the batch of step 1 that was deleted since; None: that step can be trained again,
-    or has not been."""
+    """Returns a deleted shard of the batch of step 1; None if that step can still be trained, or
+    has never been."""
     first = (record for record in read_chain(paths).steps if record.step == 1)
     shards = (paths.shard(p.producer, p.fence, p.seq) for record in first for p in record.parts)
     return next((shard for shard in shards if not exists(shard)), None)
 
 
-def _read(paths: BusPaths, fence: int, base: Snapshot) -> Chain | None:
-    """The chain that ends at `fence` and begins behind `base`; None if `base` is not on it."""
+def _read(paths: BusPaths, fence: int, base: PlanSnapshot) -> Chain | None:
+    """Returns the chain that ends at `fence` and begins after `base`; None if `base` is not on
+    it."""
     listed = [paths.plan / name for name in names(paths.plan) if _LOG.fullmatch(name)]
     logs = {int(log.stem[1:]): log for log in listed}
     segments = []
@@ -301,9 +408,157 @@ def _read(paths: BusPaths, fence: int, base: Snapshot) -> Chain | None:
 
 
 def parse(record: Record) -> AnyRecord:
-    """Makes a record of the plan of what its log says."""
     if "parts" in record:
         return PlanRecord.from_json(record)
     if "skipped" in record:
         return SkippedGroup(**record)
     return DroppedGroup(**record) if "dropped" in record else IgnoredShard(**record)
+
+
+class PlannedBatch(NamedTuple):
+    """A whole step, in however many portions it was planned; rows count in their order."""
+
+    step: int
+    parts: list[ShardRange]
+    sidecars: dict[str, dict[Role, Sidecar]]
+
+
+class PlanTail:
+    """Returns each valid record of the plan once, as it arrives.
+
+    A record counts if the credits, read after it, show no newer trainer than the one whose log
+    holds it. Every trainer writes a credit before it reads the plan to continue, so a later trainer
+    finds this record and keeps it.
+
+    Args:
+        credits: of the trainer; polled anew each time.
+        check: called with the plan whenever another trainer continues it.
+    """
+
+    def __init__(
+        self,
+        paths: BusPaths,
+        credits: CreditTail,
+        *,
+        num_records: int = 0,
+        check: Callable[[Chain], None] = lambda _: None,
+    ) -> None:
+        self._paths, self._credits, self._check = paths, credits, check
+        self.fence = 0
+        """Fence of the trainer whose log is read."""
+        self._end, self._num_read, self._num_given = 0, 0, num_records
+        self._log: GrowingFile | None = None
+        self._fresh: list[tuple[int, AnyRecord]] = []
+
+    def look(self) -> list[tuple[int, AnyRecord]] | None:
+        """Returns the records since the last call, each with its number, from 1.
+
+        None until the newest trainer has recorded how much of the plan it keeps.
+
+        Raises:
+            BusError: the plan is damaged, or `check` rejects it.
+        """
+        self._credits.latest()
+        if self._credits.plan_fence != self.fence and not self._follow(self._credits.plan_fence):
+            return None
+        if self._log is None:
+            return None
+        records, size = decode(self._log.read_from(self._end), self._log.path, self._end)
+        if not self._is_newest():
+            return None  # a newer trainer may cut off what was read
+        is_header = self._end == 0 and bool(records)
+        self._end += size
+        self._count([parse(record) for record in records[is_header:]])
+        found, self._fresh = self._fresh, []
+        return found
+
+    def close(self) -> None:
+        if self._log:
+            self._log.close()
+
+    def _follow(self, fence: int) -> bool:
+        """Switches to a trainer's log, once that says how much of the plan it keeps."""
+        chain = read_chain(self._paths, whole=False)
+        if chain.fence != fence or not self._is_newest():
+            return False
+        self._check(chain)
+        if chain.base.records > self._num_given:  # some are summed up that were not given
+            chain = read_chain(self._paths, below=fence + 1)
+        in_front = chain.base.fence == fence
+        self.close()
+        self._log = GrowingFile(self._paths.plan_log(fence))
+        self.fence, self._end = fence, chain.base.end if in_front else 0
+        self._num_read = chain.base.records
+        self._count([each.record for each in chain.records if each.fence != fence])
+        return True
+
+    def _is_newest(self) -> bool:
+        fence = self._credits.plan_fence
+        self._credits.latest()
+        return self._credits.plan_fence == fence
+
+    def _count(self, records: Sequence[AnyRecord]) -> None:
+        """Takes the next records of the plan, some of which may have been returned before."""
+        for number, record in enumerate(records, self._num_read + 1):
+            if number > self._num_given:
+                self._fresh.append((number, record))
+        self._num_read += len(records)
+        self._num_given = max(self._num_read, self._num_given)
+
+
+class PlanFollower:
+    """Returns batch after batch, each once its last portion is planned.
+
+    Args:
+        credits: of the trainer; polled anew each time.
+        position: after the last batch to leave out; None begins with step 1.
+    """
+
+    def __init__(
+        self, paths: BusPaths, credits: CreditTail, position: PlanPosition | None = None
+    ) -> None:
+        self._position = position or PlanPosition(0, 0, 0)
+        self._tail = PlanTail(
+            paths,
+            credits,
+            num_records=self._position.records,
+            check=lambda chain: chain.check(self._position),
+        )
+        self._portions: list[PlanRecord] = []
+        self._ready: deque[tuple[PlannedBatch, PlanPosition]] = deque()
+
+    @property
+    def position(self) -> PlanPosition:
+        return self._position
+
+    def next_batch(self) -> PlannedBatch | None:
+        """Returns the next batch; None while it is not planned.
+
+        Raises:
+            BusError: the plan is damaged, or `position` is not on it.
+        """
+        if not self._ready:
+            self._look()
+        if not self._ready:
+            return None
+        batch, self._position = self._ready.popleft()
+        return batch
+
+    def close(self) -> None:
+        self._tail.close()
+
+    def _look(self) -> None:
+        for number, record in self._tail.look() or ():
+            if not isinstance(record, PlanRecord):
+                continue
+            self._portions.append(record)
+            if record.last:
+                position = PlanPosition(self._tail.fence, number, record.step)
+                self._ready.append((_batch_of(self._portions), position))
+                self._portions = []
+
+
+def _batch_of(portions: Sequence[PlanRecord]) -> PlannedBatch:
+    sidecars = {uuid: roles for each in portions for uuid, roles in each.sidecars.items()}
+    parts = [part for each in portions for part in each.parts]
+    return PlannedBatch(portions[0].step, parts, sidecars)

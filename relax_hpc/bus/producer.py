@@ -1,4 +1,4 @@
-"""The writing end: one producer owns its log and its shards, and nobody else touches them."""
+"""Publishes prompt groups: each producer alone writes its log and its shards."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ from relax_hpc.bus.shards.encode import from_columns, gather, part_names
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.bus.shards.shard_format import NAMES_OF_PARTS
 from relax_hpc.errors import BusError, DamagedError
-from relax_hpc.paths import BusPaths
+from relax_hpc.runtime.paths import BusPaths
 from relax_hpc.schema import PRODUCER, ColumnPieces, PromptGroup
 
 log = logging.getLogger(__name__)
@@ -23,13 +23,9 @@ class Producer(Owner):
     """Publishes prompt groups. Opening it claims the next fence and deletes its own orphans.
 
     Args:
-        paths: a bus that `layout.create` made.
-        name: one of the producers it was made for.
         provenance: root attributes of every shard: run, job, node, restart count, engine build.
-        compress: columns to be compressed.
-        spares: shards that nobody needs any more to keep, in order to write over them: a file
-            system that has to find blocks, or gives them back for good, may write at a fraction
-            of its speed.
+        spares: number of obsolete shards to keep for overwriting. File systems that have to
+            allocate or free blocks may write at a fraction of their speed.
 
     Raises:
         BusError: not a bus of this format, no such producer, or a damaged log.
@@ -46,15 +42,15 @@ class Producer(Owner):
     ) -> None:
         super().__init__(paths, name, PRODUCER, provenance, compress=compress, spares=spares)
         self._source: dict[int, CommitRecord] = {}
-        """guid -> record of the live shard that it is committed in."""
+        """guid -> record of the live shard with the committed group."""
         self._partial_in: dict[str, set[int]] = {}
-        """uuid of a live shard of unfinished groups -> guids of those not finished since."""
+        """uuid of a live shard of unfinished groups -> guids still unfinished."""
         self.partial: dict[int, PromptGroup] = {}
-        """Unfinished groups by guid: what an earlier incarnation had of them."""
+        """Unfinished groups of an earlier incarnation, by guid."""
         self.partial_origin: dict[int, Mapping[str, object]] = {}
         """guid -> attributes of the shard that its unfinished group was read from."""
         self.num_damaged_tokens = 0
-        """Tokens of unfinished groups, prompts included, in shards that are damaged."""
+        """Tokens of unfinished groups in damaged shards, prompts included."""
         for record in list(self._live):
             try:
                 self._recall(record)
@@ -65,18 +61,18 @@ class Producer(Owner):
 
     @property
     def committed(self) -> set[int]:
-        """Guids in live shards: what need not be generated again."""
+        """Returns the guids in live shards; they need not be generated again."""
         return set(self._source)
 
     def put(self, groups: Sequence[PromptGroup]) -> int:
-        """Publishes whole prompt groups as one shard: on return they are committed.
+        """Publishes whole prompt groups as one shard; on return they are committed.
 
         Returns:
             Sequence number of the shard.
 
         Raises:
             BusError: a group is malformed or committed already.
-            BusFullError: no space; nothing was committed, try again after `collect`.
+            BusFullError: no space; nothing was committed, retry after `collect`.
             FencedError: a newer incarnation of this producer took over.
         """
         guids = [group.guid for group in groups]
@@ -90,15 +86,16 @@ class Producer(Owner):
         return record.seq
 
     def seq_of(self, guid: int) -> int | None:
-        """Sequence number of the live shard that a group is committed in; None if it is not."""
+        """Returns the sequence number of the live shard with a committed group; None if
+        uncommitted."""
         record = self._source.get(guid)
         return None if record is None else record.seq
 
     def put_partial(self, groups: Sequence[PromptGroup]) -> int:
-        """Publishes unfinished prompt groups, for the next incarnation to go on with.
+        """Publishes unfinished prompt groups, for the next incarnation to continue.
 
-        Siblings that were not begun have no response; what is there of one that was ends with
-        `FinishReason.ABORT`. They are never trained on.
+        Siblings not begun have no response; a begun one ends with `FinishReason.ABORT`. They are
+        never trained on.
 
         Returns:
             Sequence number of the shard.
@@ -112,16 +109,15 @@ class Producer(Owner):
         return record.seq
 
     def times_kept(self, guid: int) -> int:
-        """How often what there was of an unfinished group was published."""
         return sum(guid in guids for guids in self._partial_in.values())
 
     def owe_again(self, again: Iterable[Owed]) -> list[int]:
-        """Takes back what the trainer will not use: those guids are not committed any more.
+        """Takes back groups that the trainer will not use: their guids are uncommitted again.
 
-        Telling it twice changes nothing.
+        Idempotent.
 
         Returns:
-            The guids that are owed again.
+            The guids to sample again.
         """
         dropped = set(again)
         owed = [
@@ -136,11 +132,8 @@ class Producer(Owner):
     def collect(self, retired_guid_below: int) -> int:
         """Deletes own shards that nobody can need any more.
 
-        Args:
-            retired_guid_below: ordinal that the trainer released.
-
         Returns:
-            Shards deleted.
+            Number of shards deleted.
         """
         done = {uuid for uuid, guids in self._partial_in.items() if not guids}
         for uuid in done:
@@ -172,7 +165,7 @@ class Producer(Owner):
         )
 
     def _recall(self, record: CommitRecord) -> None:
-        """Notes which groups a live shard of an earlier incarnation holds; later ones win."""
+        """Notes which groups a live shard of an earlier incarnation holds; later shards win."""
         with Shard(self.shard(record)) as shard:
             if shard.uuid != record.uuid:
                 raise DamagedError(f"{shard.path}: is not the shard that was committed")
@@ -187,9 +180,9 @@ class Producer(Owner):
         self.partial.update(groups)
 
     def _finish(self, guids: Sequence[int], record: CommitRecord) -> None:
-        """Notes that groups are committed as a whole; what was kept of them before is of no use.
+        """Notes that groups are committed as a whole, and drops their earlier unfinished parts.
 
-        What is kept later stays: it is of a group that the trainer dropped, sampled once more.
+        Later unfinished parts stay: they are of a group that the trainer dropped, sampled again.
         """
         self._source.update(dict.fromkeys(guids, record))
         for guid in guids:
@@ -199,7 +192,7 @@ class Producer(Owner):
 
 
 def _version_range(columns: ColumnPieces) -> tuple[int, int]:
-    """Oldest and newest policy that sampled anything; -1 if none did."""
+    """Returns the oldest and newest policy that sampled anything; -1 if none did."""
     oldest, newest = (
         np.asarray(columns[f"row/policy_version_{end}"], np.int64).tolist()
         for end in ("min", "max")

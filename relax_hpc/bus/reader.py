@@ -1,4 +1,4 @@
-"""The reading end: the rows of a planned batch, verified, and no more bytes than asked for."""
+"""Reads and verifies the rows of a planned batch, and no more bytes than needed."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, Self
@@ -7,14 +7,13 @@ import numpy as np
 import numpy.typing as npt
 
 from relax_hpc.bus import layout
-from relax_hpc.bus.plan import Part, Sidecar
+from relax_hpc.bus.plan import ShardRange, Sidecar
 from relax_hpc.bus.shards import media
 from relax_hpc.bus.shards.encode import PARTS, facts, from_columns
-from relax_hpc.bus.shards.open_shards import OpenShards
-from relax_hpc.bus.shards.shard import Shard
+from relax_hpc.bus.shards.shard import OpenShards, Shard
+from relax_hpc.data.media.stored import DECODERS, StoredMedium
 from relax_hpc.errors import BusError, DamagedError
-from relax_hpc.media.stored import DECODERS, Stored
-from relax_hpc.paths import BusPaths
+from relax_hpc.runtime.paths import BusPaths
 from relax_hpc.schema import PRODUCER, Array, Columns, Role, Trajectory, columns_of
 
 NARROW = columns_of(PRODUCER)
@@ -22,16 +21,16 @@ NARROW = columns_of(PRODUCER)
 
 
 class Selection(Protocol):
-    """Rows to be read: a batch, a portion of one, or whole shards."""
+    """Rows to read: a batch, a portion of one, or whole shards."""
 
     @property
     def step(self) -> int:
-        """Readers let go of the shards of another step."""
+        """Readers close the shards of other steps."""
         ...
 
     @property
-    def parts(self) -> Sequence[Part]:
-        """Rows, in the order that they are numbered in."""
+    def parts(self) -> Sequence[ShardRange]:
+        """Rows, in the order of their numbers."""
         ...
 
     @property
@@ -56,20 +55,18 @@ class BatchIndex(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Trajectory]) -> Self:
-        """Makes it of rows that are not in a shard yet, as it will be read back."""
+        """Builds it from rows that are not in a shard yet, equal to what a reader would return."""
         columns = facts(rows)
         return cls(**{name: columns[f"row/{name}"] for name in cls._fields})
 
 
 class Reader:
-    """Reads rows that were chosen. Every rank may have its own; nothing is shared but files.
+    """Reads selected rows. Every rank may have its own; readers share nothing but files.
 
-    Shards stay open while a step lasts: each is looked up once, however often it is read.
+    Shards stay open during a step, so each is looked up once.
 
     Args:
-        paths: of the bus.
         verify: whether every byte is checked when it is read.
-        shards: open ones to share with others of this process.
 
     Raises:
         BusError: not a bus of this format.
@@ -91,16 +88,14 @@ class Reader:
         """
         self._begin(record)
         columns: dict[str, list[Array]] = {name: [] for name in BatchIndex._fields}
-        for part in _merged(record.parts):
+        for part in _merge(record.parts):
             shard = self._shard(part)
             for name, values in columns.items():
                 values.append(shard.read_rows(f"row/{name}", part.lo, part.hi))
         return BatchIndex(**{name: np.concatenate(values) for name, values in columns.items()})
 
     def parts(self, record: Selection) -> dict[str, Array]:
-        """Reads the parts of the rewards of a batch by their names, [n] in plan order each.
-
-        NaN where a row has no such part.
+        """Reads the reward parts of a batch by name, [n] in plan order each; NaN if a row has none.
 
         Raises:
             DamagedError: a shard is missing or damaged.
@@ -109,7 +104,7 @@ class Reader:
         found: dict[str, Array] = {}
         num_rows = sum(part.hi - part.lo for part in record.parts)
         first = 0
-        for part in _merged(record.parts):
+        for part in _merge(record.parts):
             shard, last = self._shard(part), first + part.hi - part.lo
             if names := shard.part_names:
                 values = shard.read_rows(PARTS, part.lo, part.hi)
@@ -122,13 +117,12 @@ class Reader:
     def rows(
         self, record: Selection, rows: Sequence[int], columns: Collection[str] | None = None
     ) -> list[Trajectory]:
-        """Reads some trajectories of a batch, in the order asked for, sidecar columns included.
+        """Reads some trajectories of a batch, in the order given, sidecar columns included.
 
         Args:
-            record: what the numbers count in.
             rows: numbers in its order, from 0.
-            columns: what to read besides `NARROW`, e.g. media; everything if not given. A sidecar
-                that holds none of them is not opened.
+            columns: columns to read besides `NARROW`, e.g. media; all by default. A sidecar that
+                holds none of them is not opened.
 
         Raises:
             DamagedError: a shard is missing or damaged.
@@ -137,7 +131,7 @@ class Reader:
         wanted = np.unique(np.array(rows, np.int64))
         found: dict[int, Trajectory] = {}
         first = 0
-        for part in _merged(record.parts):
+        for part in _merge(record.parts):
             size = part.hi - part.lo
             inside = wanted[(wanted >= first) & (wanted < first + size)]
             for run in _runs(inside):
@@ -148,14 +142,10 @@ class Reader:
             first += size
         return [found[row] for row in rows]
 
-    def media(self, record: Selection, wanted: Iterable[tuple[int, int]]) -> list[Stored]:
-        """Reads media of rows with their bytes, in the order asked for; each once.
+    def media(self, record: Selection, wanted: Iterable[tuple[int, int]]) -> list[StoredMedium]:
+        """Reads media of rows with their bytes, in the order given; each once.
 
-        `rows` gives, without the bytes, what is known of them if it is asked for `media.FACTS`.
-
-        Args:
-            record: what the rows are numbered in.
-            wanted: (row, place of the medium in `Trajectory.media`).
+        For the facts without the bytes, call `rows` with `media.FACTS`.
 
         Raises:
             BusError: a row has no such medium.
@@ -164,8 +154,8 @@ class Reader:
         self._begin(record)
         keys = list(wanted)
         places = {key: self._place(record, *key) for key in keys}
-        found: dict[tuple[str, int], Stored] = {}
-        by_shard: dict[str, tuple[Part, set[int]]] = {}
+        found: dict[tuple[str, int], StoredMedium] = {}
+        by_shard: dict[str, tuple[ShardRange, set[int]]] = {}
         for part, number in places.values():
             by_shard.setdefault(part.uuid, (part, set()))[1].add(number)
         for part, numbers in by_shard.values():
@@ -173,14 +163,14 @@ class Reader:
             decoders = str(shard.attributes.get(DECODERS, ""))
             for number, medium in zip(ordered, media.read(shard, ordered), strict=True):
                 place = f"{shard.path}: medium {number}"
-                found[part.uuid, number] = Stored(medium, place, decoders)
+                found[part.uuid, number] = StoredMedium(medium, place, decoders)
         return [found[part.uuid, number] for part, number in (places[key] for key in keys)]
 
     def close(self) -> None:
         self._shards.close()
 
-    def _place(self, record: Selection, row: int, place: int) -> tuple[Part, int]:
-        """The shard of a row, as one of its parts, and the number there of a medium of the row."""
+    def _place(self, record: Selection, row: int, place: int) -> tuple[ShardRange, int]:
+        """Returns the part with the row, and the medium's number in that shard."""
         first = 0
         for part in record.parts:
             size = part.hi - part.lo
@@ -201,7 +191,7 @@ class Reader:
         self._used |= uuids
 
     def _span(
-        self, record: Selection, part: Part, lo: int, hi: int, columns: Collection[str] | None
+        self, record: Selection, part: ShardRange, lo: int, hi: int, columns: Collection[str] | None
     ) -> Columns:
         base = self._shard(part)
         wide = columns_of(PRODUCER, optional=True)
@@ -218,13 +208,13 @@ class Reader:
                 span[name] = shard.read_rows(name, lo, hi)
         return span
 
-    def _shard(self, part: Part) -> Shard:
+    def _shard(self, part: ShardRange) -> Shard:
         return self._shards.get(part.producer, part.fence, part.seq, part.uuid)
 
 
-def _merged(parts: Sequence[Part]) -> Iterator[Part]:
-    """Parts that follow each other in a shard as one, so that they are one read."""
-    merged: Part | None = None
+def _merge(parts: Sequence[ShardRange]) -> Iterator[ShardRange]:
+    """Merges parts that follow each other in a shard, so that they are one read."""
+    merged: ShardRange | None = None
     for part in parts:
         if merged is not None and (merged.uuid, merged.hi) == (part.uuid, part.lo):
             merged = merged._replace(hi=part.hi)
@@ -237,5 +227,4 @@ def _merged(parts: Sequence[Part]) -> Iterator[Part]:
 
 
 def _runs(rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-    """Rising rows, cut where one is left out."""
     return np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1) if len(rows) else []

@@ -1,50 +1,116 @@
-"""The one place with a total order: turns what was committed into batches, once.
+"""Turns committed prompt groups into batches, in one total order, each once.
 
-Lives in rank 0 of the trainer. What happens to a group that comes late is the over-age policy:
+Lives in rank 0 of the trainer. The over-age policy decides about groups that come late:
 
 * wait: batch b is the guids (b-1) P <= guid < b P. No token is older than the rollout's pacing
   allows; the slowest group of a batch holds up its step.
-* drop: batch b is the first P groups that are there, lowest guid first. One that would be trained
-  on too late is dropped, and its owner samples the prompt again.
+* drop: batch b is the first P ready groups, lowest guid first. A group that would be trained on too
+  late is dropped, and its owner samples the prompt again.
 * mask: as drop, but its over-age tokens leave the loss instead.
 
-A group that teaches nothing is skipped as soon as it comes, so b P counts those that are not.
-
-Every decision is a record of the plan, so a replay is exact under each of them.
+A group that teaches nothing is skipped on arrival, so b P counts the others. Every decision is a
+record of the plan, so a replay is exact under each policy.
 """
 
+import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple, Self
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.credits import Credit, CreditWriter, Owed
 from relax_hpc.bus.frames import FrameWriter
 from relax_hpc.bus.intake import Intake
-from relax_hpc.bus.lateness import Deadline, lacks_groups, owed_by, unplanned
+from relax_hpc.bus.layout import BusHeader
 from relax_hpc.bus.plan import (
     AnyRecord,
     Chain,
     DroppedGroup,
+    GuidSet,
     IgnoredShard,
     PlanPosition,
     PlanRecord,
+    PlanSnapshot,
     SkippedGroup,
     claim_fence,
     read_chain,
+    remove_drafts,
+    write_snapshot,
 )
-from relax_hpc.bus.shards.open_shards import OpenShards
-from relax_hpc.bus.skips import Judge, Skips, check_limit
-from relax_hpc.bus.snapshot import GuidSet, Snapshot, remove_drafts, write_snapshot
+from relax_hpc.bus.shards.shard import OpenShards
+from relax_hpc.bus.skips import Judge, PlanSkips, check_limit
 from relax_hpc.bus.staleness import judging_span, staleness
 from relax_hpc.errors import BusError, PeerTimeoutError
-from relax_hpc.paths import BusPaths
+from relax_hpc.runtime.files.storage import is_short
+from relax_hpc.runtime.paths import BusPaths
 from relax_hpc.schema import Role
 
 log = logging.getLogger(__name__)
+
+
+class Deadline:
+    """The deadline of a wait that begins now.
+
+    Args:
+        is_excused: the wait starts over while it returns True, and while the file system is full.
+    """
+
+    def __init__(self, timeout_s: float, is_excused: Callable[[], bool]) -> None:
+        self._timeout_s, self._is_excused = timeout_s, is_excused
+        self._looks_at, self._at = 0.0, time.monotonic() + timeout_s
+
+    def is_over(self) -> bool:
+        """Whether the time is up; safe to call repeatedly."""
+        if (now := time.monotonic()) >= self._looks_at:
+            self._looks_at = now + self._timeout_s / 100
+            if is_short() or self._is_excused():  # producers hold, too
+                self._at = now + self._timeout_s
+        return now > self._at
+
+
+def describe_late(intake: Intake, header: BusHeader, wanted: int) -> str:
+    """Names each late producer and sidecar writer, and the prompt groups it owes."""
+    owed: dict[str, list[int]] = {}
+    for guid in find_unplanned(intake, wanted):
+        group = intake.waiting.get(guid)
+        if group is None:
+            owed.setdefault(header.producers[header.deals.folder_of(guid)], []).append(guid)
+        else:
+            for writer in intake.owners_of_what_lacks(group):
+                owed.setdefault(writer, []).append(guid)
+    said = []
+    for name, guids in owed.items():
+        who = _keeper(name, header)
+        log = "its log" if who == name else f"its log in {name}"
+        said.append(f"{who} owes {guids} ({log} has {intake.num_records(name)} records)")
+    return "; ".join(said)
+
+
+def _keeper(name: str, header: BusHeader) -> str:
+    """Returns the writer of a folder, which may be a substitute for a task that is gone."""
+    if name not in header.producers:
+        return name
+    return header.producers[header.deals.task_of(header.producers.index(name))]
+
+
+def lacks_groups(intake: Intake, wanted: int, *, own: bool) -> bool:
+    """Whether some of the groups waited for are uncommitted; else only columns are missing.
+
+    Args:
+        own: whether a batch takes its own groups rather than the first that are ready.
+    """
+    if not own:
+        return len(intake.waiting) < wanted
+    return any(guid not in intake.waiting for guid in find_unplanned(intake, wanted))
+
+
+def find_unplanned(intake: Intake, count: int) -> Iterator[int]:
+    free = (g for g in itertools.count(intake.planned.below) if g not in intake.planned)
+    return itertools.islice(free, count)
+
 
 POLL_S = 0.02
 SNAPSHOT_RECORDS = 1000
@@ -52,9 +118,7 @@ SNAPSHOT_RECORDS = 1000
 OverAge = Literal["wait", "drop", "mask"]
 
 
-class _Place(NamedTuple):
-    """The place of a step's last record."""
-
+class _StepPlace(NamedTuple):
     records: int
     fence: int
     end: int
@@ -62,22 +126,19 @@ class _Place(NamedTuple):
 
 
 class Sequencer:
-    """Plans batches, grants credits. Opening it fences every earlier sequencer.
+    """Plans batches and grants credits. Opening it fences every earlier sequencer.
 
-    What was planned stays planned, whether or not a checkpoint covers it: steps after the
-    checkpoint replay the same rows.
+    A planned batch stays planned, whether or not a checkpoint covers it: steps after the checkpoint
+    replay the same rows.
 
     Args:
-        paths: a bus that `layout.create` made.
-        prompts_per_step: P, the prompt groups of a batch.
-        position: from the checkpoint that is resumed; None starts at step 1.
-        needs: roles whose sidecar a group must have before it is planned.
-        over_age: what happens to groups that come late, see above.
+        position: of the checkpoint to resume; None starts at step 1.
+        needs: roles whose sidecar a group needs before it is planned.
+        over_age: policy for groups that come late, see the module.
         max_staleness: policy versions that a token may lag behind; `drop` needs it.
-        keep_steps: shards of that many steps are kept longer than any resume needs them.
         shards: open ones to share with the reader of this process.
-        judge: says which groups teach nothing; None: all are planned.
-        most_skipped: groups that may be skipped for one step; 0 is any number.
+        judge: decides which groups teach nothing; None: all are planned.
+        most_skipped: limit of skipped groups per step; 0 is any number.
 
     Raises:
         BusError: not a bus of this format, a damaged plan, or a position that is not on it.
@@ -110,16 +171,18 @@ class Sequencer:
         chain = read_chain(paths, below=self.fence, whole=False)
         chain.check(position or PlanPosition(chain.fence, 0, 0))
         self._portions: dict[int, list[PlanRecord]] = {}
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _StepPlace] = {}
         self._base = base = chain.base
         self._num_records = base.records
         if base.step:
-            self._places[base.step] = _Place(base.records, base.fence, base.end, base.duplicates)
+            self._places[base.step] = _StepPlace(
+                base.records, base.fence, base.end, base.duplicates
+            )
         self.duplicates = base.duplicates
         """Trajectories that were committed again and ignored."""
         self._released = base.step
         self._retired = GuidSet(base.planned_below, base.planned_above)
-        self._skips = Skips(base)
+        self._skips = PlanSkips(base)
         self._take_over(chain)
         self._log = FrameWriter(paths.plan_log(self.fence))
         self._log.append({"parent": chain.fence, "keep": self._num_records})
@@ -141,13 +204,12 @@ class Sequencer:
 
     @property
     def position(self) -> PlanPosition:
-        """The end of the last step that was returned as a whole; goes into the checkpoint."""
+        """Returns the end of the last step returned as a whole; goes into the checkpoint."""
         place = self._places.get(self._returned)
         return PlanPosition(self.fence, place.records if place else 0, self._returned)
 
     @property
     def num_planned(self) -> int:
-        """Steps whose batch is planned as a whole."""
         return max(self._places, default=0)
 
     def next_portion(
@@ -159,21 +221,20 @@ class Sequencer:
         may_lack_groups: bool = False,
         on_wait: Callable[[], None] | None = None,
     ) -> PlanRecord:
-        """The next portion of the batch of `step`; its `last` says that it completes the batch.
+        """Returns the next portion of the batch of `step`; `last` marks the end of the batch.
 
-        As it was planned once; else as soon as groups that are ready hold `min_tokens`, or
-        complete the batch.
+        A planned portion is returned as it was planned. Otherwise waits until ready groups hold
+        `min_tokens`, or complete the batch.
 
         Args:
-            step: 1-based; at most one behind the end of the plan. A step that was not asked for
-                just before starts at its first portion.
-            timeout_s: how long to wait for what is missing.
-            min_tokens: tokens that a portion should have at least; only the last may have fewer.
-            may_lack_groups: those that nobody has committed are waited for without end.
-            on_wait: called between polls; what it raises ends the wait.
+            step: 1-based; at most one after the end of the plan. A step other than that of the
+                previous call starts at its first portion.
+            min_tokens: least tokens of a portion; only the last may have fewer.
+            may_lack_groups: wait without limit for groups that nobody has committed.
+            on_wait: called between polls; an error it raises ends the wait.
 
         Raises:
-            PeerTimeoutError: names who did not commit what.
+            PeerTimeoutError: names the writers that are late.
             BusError: committed records are damaged.
             FencedError: a newer trainer took over.
         """
@@ -187,7 +248,7 @@ class Sequencer:
             deadline = Deadline(timeout_s, lambda: may_lack_groups and self.lacks_groups())
             while not self._plan_ready(step, min_tokens):
                 if deadline.is_over():
-                    owed = owed_by(self._intake, self._header, self._num_wanted(step))
+                    owed = describe_late(self._intake, self._header, self._num_wanted(step))
                     lacks = f"step {step} lacks prompt groups after {timeout_s:g} s: {owed}"
                     raise PeerTimeoutError(f"{lacks}; see their logs")
                 if on_wait is not None:
@@ -198,13 +259,13 @@ class Sequencer:
         return record
 
     def lacks_groups(self) -> bool:
-        """Whether the present step waits for groups that nobody has committed yet."""
+        """Whether the current step waits for groups that nobody has committed yet."""
         with self._lock:
             wanted, own = self._num_wanted(self._step), self._over_age == "wait"
             return lacks_groups(self._intake, wanted, own=own)
 
     def look(self) -> None:
-        """Takes note of what has been committed, and tells producers what of it is skipped.
+        """Reads new commits, and tells producers which of them are skipped.
 
         `next_portion` does so, too; another thread may call this while a step is trained.
 
@@ -215,15 +276,15 @@ class Sequencer:
         with self._lock:
             self._poll(self.num_planned + 1)
 
-    def skipped_for(self, step: int) -> list[SkippedGroup]:
-        """The groups that were skipped between the plans of the step before and of `step`."""
+    def find_skipped(self, step: int) -> list[SkippedGroup]:
+        """Returns the groups skipped between the plans of the previous step and of `step`."""
         return self._skips.of_step(step)
 
     def advance(self, *, step: int, policy_version: int) -> None:
-        """Grants what follows from `step` being trained and `policy_version` being published.
+        """Grants the credits due after `step` was trained and `policy_version` published.
 
         Raises:
-            FencedError: a newer trainer took over; so does every other grant.
+            FencedError: a newer trainer took over; every other grant raises it, too.
         """
         with self._lock:
             self._grant(self._credit._replace(step=step, policy_version=policy_version))
@@ -254,7 +315,8 @@ class Sequencer:
             self._grant(self._credit._replace(finished=True))
 
     def check_fenced(self) -> None:
-        """Raises FencedError if a newer trainer took over: this one publishes nothing, and ends."""
+        """Raises FencedError if a newer trainer took over; this one must publish nothing more and
+        end."""
         self._credits.check_fenced()
 
     def close(self) -> None:
@@ -264,7 +326,6 @@ class Sequencer:
         self._log.close()
 
     def _take_over(self, chain: Chain) -> None:
-        """Continues what was planned before."""
         for record, fence, end in chain.records:
             self._count(record, fence, end)
         for step, portions in self._portions.items():
@@ -277,25 +338,22 @@ class Sequencer:
                 )
 
     def _count(self, record: AnyRecord, fence: int, end: int) -> None:
-        """Takes note of a record at the end of the plan."""
         self._num_records += 1
         if isinstance(record, IgnoredShard):
             self.duplicates += record.rows
         if isinstance(record, PlanRecord):
             self._portions.setdefault(record.step, []).append(record)
             if record.last:
-                place = _Place(self._num_records, fence, end, self.duplicates)
+                place = _StepPlace(self._num_records, fence, end, self.duplicates)
                 self._places[record.step] = place
         if isinstance(record, SkippedGroup):
             self._skips.add(record, self.num_planned + 1)
 
     def _num_wanted(self, step: int) -> int:
-        """Prompt groups that the batch of `step` lacks."""
         planned = sum(len(record.guids) for record in self._portions[step])
         return self._prompts_per_step - planned
 
     def _plan_ready(self, step: int, min_tokens: float) -> bool:
-        """Plans the next portion, unless there is too little for one."""
         with self._lock:
             self._poll(step)
             check_limit(step, self._skips.of_step(step), self._most_skipped)
@@ -308,9 +366,9 @@ class Sequencer:
             return bool(enough)
 
     def _candidates(self, step: int, wanted: int) -> list[int]:
-        """Guids that may be in the batch, lowest first."""
+        """Returns the guids that may be in the batch, lowest first."""
         if self._over_age == "wait":
-            return list(unplanned(self._intake, wanted))
+            return list(find_unplanned(self._intake, wanted))
         waiting = sorted(self._intake.waiting)
         if self._over_age == "drop":
             late = [guid for guid in waiting if self._is_over_age(guid, step)]
@@ -332,9 +390,9 @@ class Sequencer:
         self._intake.mark_planned(record)
 
     def _poll(self, step: int) -> None:
-        """Looks at what has come in while `step` is being planned.
+        """Reads new commits while `step` is being planned.
 
-        Puts what the intake passed over on record, and tells the owners what they owe.
+        Records all groups that the intake passed over, and tells the owners what to sample again.
         """
         self._intake.poll(step)
         if self._closes:  # owners delete what is skipped
@@ -346,7 +404,7 @@ class Sequencer:
                 log.warning("shard %s: %d trajectories were committed before", note.uuid, note.rows)
             self._append(note)
             owed = owed or isinstance(note, DroppedGroup | SkippedGroup)
-        if owed or self._intake.judged_below(self._span) > self._credit.judged_guid_below:
+        if owed or self._intake.find_judged_below(self._span) > self._credit.judged_guid_below:
             self._grant(self._credit)
 
     def _append(self, record: AnyRecord) -> None:
@@ -355,23 +413,23 @@ class Sequencer:
         self._count(record, self.fence, self._log.end)
 
     def _grant(self, credit: Credit) -> None:
-        owed = tuple(Owed(guid, uuid) for guid, uuid in self._intake.owed_again())
+        owed = tuple(Owed(guid, uuid) for guid, uuid in self._intake.list_owed_again())
         ends = self._skips.batch_ends(
             credit.step + 1,
             self._max_staleness + 2,  # engines may hold the next policy before its credit is here
             self._prompts_per_step,
             decided=self._intake.planned.below,
         )
-        judged = self._intake.judged_below(self._span)
+        judged = self._intake.find_judged_below(self._span)
         self._credit = credit._replace(
             owed=owed, batch_ends=tuple(ends), judged_guid_below=judged, seen=self._intake.seen
         )
         self._credits.write(self._credit)
 
-    def _sum_up(self, step: int, place: _Place) -> None:
+    def _sum_up(self, step: int, place: _StepPlace) -> None:
         logs = self._intake.retire(self._retired)
         self.check_fenced()
-        self._base = Snapshot(
+        self._base = PlanSnapshot(
             fence=place.fence,
             records=place.records,
             end=place.end,

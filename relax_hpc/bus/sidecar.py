@@ -1,4 +1,4 @@
-"""Adding columns to shards that others wrote: in shards of one's own, row for row."""
+"""Adds columns to other writers' shards, row for row, in shards of one's own."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -12,13 +12,11 @@ from relax_hpc.bus.owner import Owner
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.bus.shards.shard_format import ROW_OFFSETS
 from relax_hpc.errors import BusError, DamagedError, FencedError
-from relax_hpc.paths import BusPaths
+from relax_hpc.runtime.paths import BusPaths
 from relax_hpc.schema import COLUMNS, Columns, columns_of
 
 
 class Pending(NamedTuple):
-    """A shard that lacks this role's columns."""
-
     producer: str
     record: CommitRecord
 
@@ -26,13 +24,11 @@ class Pending(NamedTuple):
 class SidecarWriter(Owner):
     """Widens its part of the shards: the producers i with i % W == w, for w of the role's W.
 
-    It may do a shard again after a crash: the first sidecar that is committed counts.
+    It may do a shard again after a crash: the first committed sidecar counts.
 
     Args:
-        paths: a bus that `layout.create` made, with `name` among its sidecar writers.
+        paths: a bus made by `layout.create`, with `name` among its sidecar writers.
         name: says the role, and which of its writers this is.
-        provenance: root attributes of every shard.
-        compress: columns to be compressed.
 
     Raises:
         BusError: not a bus of this format, no such writer, or a damaged log.
@@ -59,16 +55,15 @@ class SidecarWriter(Owner):
         self._offsets: dict[str, npt.NDArray[np.int64]] = {}
         """Row boundaries of shards that were opened and not widened yet."""
         self._done = {r.parent: r.guid_max for r in self._live if self._is_whole(r)}
-        """The shards that have been widened, or skipped, until the trainer has released them: uuid
-        -> the last ordinal."""
+        """Shards widened or skipped, until the trainer releases them: uuid -> last guid."""
         self._retired = 0
-        """Shards whose ordinals are below wait no more."""
+        """Shards whose guids are all below need no columns any more."""
 
     def pending(self, retired_guid_below: int = 0) -> list[Pending]:
-        """The shards that wait for this role's columns, oldest first.
+        """Returns the shards that lack this role's columns, oldest first.
 
         Args:
-            retired_guid_below: ordinal that the trainer released; what is below is not needed.
+            retired_guid_below: guid that the trainer released; shards below are left out.
 
         Raises:
             BusError: a committed record is damaged.
@@ -84,7 +79,7 @@ class SidecarWriter(Owner):
         return sorted(self._pending.values(), key=lambda pending: pending.record.guid_min)
 
     def open(self, pending: Pending) -> Shard:
-        """The shard to be widened, to read what the columns are computed from.
+        """Opens the shard to widen, to read the inputs of the columns.
 
         Raises:
             DamagedError: it is missing or damaged; `skip` it, its owner makes the groups again.
@@ -98,21 +93,20 @@ class SidecarWriter(Owner):
         return shard
 
     def put(self, pending: Pending, columns: Columns, *, policy_version: int = -1) -> int:
-        """Publishes the further columns of a shard: on return they are committed.
+        """Publishes the further columns of a shard; on return they are committed.
 
         Args:
-            pending: the shard.
-            columns: every column of this role, with as many values as the shard has rows or
-                tokens, in its order.
-            policy_version: of the weights they were computed with; -1 where that means nothing.
+            columns: every column of this role, with as many values as the shard has rows or tokens,
+                in its order.
+            policy_version: of the weights that computed them; -1 if meaningless.
 
         Returns:
             Sequence number of the sidecar.
 
         Raises:
             BusError: a column is missing, of another role, dtype or length.
-            DamagedError: the shard to be widened is missing or damaged.
-            BusFullError: no space; nothing was committed, try again after `collect`.
+            DamagedError: the shard to widen is missing or damaged.
+            BusFullError: no space; nothing was committed, retry after `collect`.
             FencedError: a newer incarnation of this writer took over.
         """
         wanted = columns_of(self.role)
@@ -146,13 +140,12 @@ class SidecarWriter(Owner):
         return record.seq
 
     def skip(self, pending: Pending) -> None:
-        """Leaves a shard as it is."""
         self._done[pending.record.uuid] = pending.record.guid_max
         self._pending.pop(pending.record.uuid, None)
         self._offsets.pop(pending.record.uuid, None)
 
     def check_fenced(self) -> None:
-        """Raises FencedError if another process took over; may be called from any thread."""
+        """Raises FencedError if another process took over; callable from any thread."""
         tail = LogTail(self._paths.log(self.name))
         try:
             tail.poll()
@@ -165,12 +158,12 @@ class SidecarWriter(Owner):
             tail.close()
 
     def collect(self, retired_guid_below: int) -> int:
-        """Deletes own shards whose guids are all below an ordinal that the trainer released.
+        """Deletes own shards whose guids are all below one that the trainer released.
 
-        What was known of the shards that they widen goes, too: nobody needs these any more.
+        Also forgets the shards that they widen.
 
         Returns:
-            Shards deleted.
+            Number of shards deleted.
         """
         self._retired = max(self._retired, retired_guid_below)
         self._done = {u: last for u, last in self._done.items() if last >= self._retired}

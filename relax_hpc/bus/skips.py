@@ -1,43 +1,34 @@
-"""Prompt groups that teach nothing, so that no batch has them: who says so, and what follows."""
+"""Keeps prompt groups that teach nothing out of batches."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from relax_hpc.bus.plan import SkippedGroup
+from relax_hpc.bus.plan import GuidSet, PlanSnapshot, SkippedGroup
 from relax_hpc.bus.reader import BatchIndex
-from relax_hpc.bus.snapshot import GuidSet, Snapshot
 from relax_hpc.errors import SpreadError
 
 _SHOWN = 8
-"""Prompts that a message names."""
 
 
-class Verdict(NamedTuple):
-    """The worth of a prompt group, told from its row columns alone."""
+class GroupVerdict(NamedTuple):
+    """The use of a prompt group for training, computed from its row columns alone."""
 
     teaches: bool
-    """Whether it belongs into a batch."""
     solved: bool
     reward: float | None
-    """Mean over the episodes that have one."""
     truncated: bool = False
-    """Whether nothing is left of it because its responses were cut off."""
+    """Whether it is useless because its responses were cut off."""
     retired: bool = False
-    """Whether nobody was asked, since its prompt has been solved often enough."""
+    """Whether it was never sampled, since its prompt has been solved often enough."""
 
 
-Judge = Callable[[BatchIndex], Sequence[Verdict]]
-"""Row columns of whole prompt groups -> a verdict on each, the same whenever it is asked."""
+Judge = Callable[[BatchIndex], Sequence[GroupVerdict]]
+"""Row columns of whole prompt groups -> a verdict on each; deterministic."""
 
 
 class SkippedGuids:
-    """Guids that no batch has: counted below a bound, listed above it.
-
-    Args:
-        count: below the bound.
-        above: the others.
-    """
+    """Guids left out of batches: counted below a bound, listed above it."""
 
     def __init__(self, count: int = 0, above: Iterable[int] = ()) -> None:
         self.count, self.above = count, sorted(above)
@@ -46,23 +37,21 @@ class SkippedGuids:
         insort(self.above, guid)
 
     def settle(self, below: int) -> None:
-        """Only counts those under `below` from now on: all guids there are planned or skipped."""
+        """Only counts guids under `below` from now on: all there are planned or skipped."""
         settled = bisect_left(self.above, below)
         self.count += settled
         del self.above[:settled]
 
     def batch_ends(self, first: int, number: int, prompts_per_step: int) -> list[int]:
-        """The first guid behind each of some batches, if nothing more is skipped.
+        """Returns the guid after the end of each batch, if nothing more is skipped.
 
         Batch b has the guids of rank (b - 1) P to b P - 1 among those that are not skipped.
 
         Args:
             first: the first of the batches; none before it is open.
-            number: of batches.
-            prompts_per_step: P.
 
         Returns:
-            `number` guids; none if nothing was skipped: they are multiples of P.
+            `number` guids; empty if nothing was skipped: they are multiples of P.
         """
         if not self.count and not self.above:
             return []
@@ -77,18 +66,18 @@ class SkippedGuids:
         return ends
 
 
-class Skips:
-    """The skips of a plan, behind a snapshot of its front."""
+class PlanSkips:
+    """The skips of a plan, after a snapshot of its front."""
 
-    def __init__(self, base: Snapshot) -> None:
+    def __init__(self, base: PlanSnapshot) -> None:
         self._all, self.retired = (
             SkippedGuids(base.skipped_below, base.skipped_above) for _ in range(2)
         )
-        """`retired`: those that no resume goes back to."""
+        """`retired`: skips that no resume goes back to."""
         self._of_step: dict[int, list[SkippedGroup]] = {}
 
     def add(self, group: SkippedGroup, step: int) -> None:
-        """Notes a skip between the plans of the step before and of `step`."""
+        """Notes a skip between the plans of the previous step and of `step`."""
         self._of_step.setdefault(step, []).append(group)
         self._all.add(group.guid)
 
@@ -96,14 +85,13 @@ class Skips:
         return list(self._of_step.get(step, ()))
 
     def retire(self, step: int, retired: GuidSet) -> None:
-        """Adds those of `step` to the guids that no resume goes back to."""
+        """Adds the skips of `step` to the guids that no resume goes back to."""
         for group in self.of_step(step):
             retired.update([group.guid])
             self.retired.add(group.guid)
         self.retired.settle(retired.below)
 
     def forget(self, step: int) -> None:
-        """Forgets which groups were skipped for `step`."""
         self._of_step.pop(step, None)
 
     def batch_ends(self, first: int, number: int, prompts_per_step: int, decided: int) -> list[int]:
@@ -116,12 +104,10 @@ def check_limit(step: int, skipped: Sequence[SkippedGroup], most: int) -> None:
     """Ends a run that finds nothing to learn from.
 
     Args:
-        step: that is being planned.
-        skipped: since the step before was planned.
-        most: there may be; 0 is any number.
+        most: limit; 0 is any number.
 
     Raises:
-        SpreadError: there are more. It names prompts, and what can be done.
+        SpreadError: over the limit. It names prompts and remedies.
     """
     if not most or len(skipped) <= most:
         return
@@ -129,7 +115,7 @@ def check_limit(step: int, skipped: Sequence[SkippedGroup], most: int) -> None:
     solved = [group.prompt for group in skipped if group.solved and not group.truncated]
     failed = [group.prompt for group in skipped if not group.solved and not group.truncated]
     found = ", ".join(
-        f"{len(prompts)} {what} (row {_named(prompts)} of the data)"
+        f"{len(prompts)} {what} (row {_list_prompts(prompts)} of the data)"
         for prompts, what in (
             (solved, "are solved"),
             (failed, "are never solved"),
@@ -161,7 +147,7 @@ def _remedy(solved: bool, failed: bool, cut: bool) -> str:
     return ", ".join(remedies)
 
 
-def _named(prompts: Sequence[int]) -> str:
+def _list_prompts(prompts: Sequence[int]) -> str:
     rows = sorted(set(prompts))
     more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
     return ", ".join(map(str, rows[:_SHOWN])) + more

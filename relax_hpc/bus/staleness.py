@@ -1,4 +1,4 @@
-"""The one rule that couples rollout to training. Pure arithmetic."""
+"""Computes how far rollout may run ahead of training. Pure arithmetic."""
 
 import numpy as np
 
@@ -30,9 +30,9 @@ def staleness(step: int, policy_version: int) -> int:
 
 
 def judging_span(prompts_per_step: int, max_staleness: int) -> int:
-    """Guids between two words of the trainer on how far groups are judged.
+    """Returns the number of guids between two reports of the trainer on how far groups are judged.
 
-    Several times what is sampled and not trained on yet, so that nobody has to wait for a word.
+    It is several times the number of groups in flight, so that nobody waits for a report.
     """
     return SPAN_BATCHES * prompts_per_step * (max_staleness + 1)
 
@@ -40,7 +40,7 @@ def judging_span(prompts_per_step: int, max_staleness: int) -> int:
 def mask_over_age(trajectory: Trajectory, *, step: int, max_staleness: int) -> Trajectory:
     """Takes the tokens that are more than `max_staleness` stale in `step` out of the loss.
 
-    What they say stays: later tokens were sampled after them.
+    They stay in the sequence: later tokens were sampled after them.
     """
     starts, versions = trajectory.version_runs.reshape(-1, 2).T
     fresh = versions >= step - 1 - max_staleness

@@ -1,31 +1,24 @@
-"""Arguments and options that several commands have."""
+"""Defines arguments and options shared by several commands."""
 
-import difflib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
-from relax_hpc import permissions
+from relax_hpc.cli.completion import names_of_profiles, names_of_runs
+from relax_hpc.cli.keys import settings
+from relax_hpc.cli.lines import echo
+from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.paths import RunPaths
-from relax_hpc.printable import argument
+from relax_hpc.launch import known_runs
+from relax_hpc.launch.known_runs import find_run as find_run
+from relax_hpc.launch.known_runs import own_run_dir_of as own_run_dir_of
+from relax_hpc.launch.known_runs import run_dir_of as run_dir_of
+from relax_hpc.runtime.text import argument
 
-if TYPE_CHECKING:
-    from relax_hpc.config.run import JobConfig
-
-
-def names_of_runs(incomplete: str) -> list[str]:
-    """Names of runs that begin so, for the completion of a shell."""
-    from relax_hpc.launch import known_runs
-
-    names = {run.name for run in known_runs.everywhere()}
-    return sorted(name for name in names if name.startswith(incomplete))
-
-
-Job = Annotated[Path, typer.Argument(help="A job file, see jobs/.", show_default=False)]
+Job = Annotated[Path, typer.Argument(help="A job file; init makes one.", show_default=False)]
 Run = Annotated[
     str,
     typer.Argument(help="Name of a run, or its directory; see ls.", autocompletion=names_of_runs),
@@ -36,95 +29,107 @@ Ended = Annotated[
 Local = Annotated[bool, typer.Option("--local", help="Run on this machine even if Slurm is here.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overrides = Annotated[
-    list[str], typer.Option("--set", help="section.key=value; repeatable.", show_default=False)
+    list[str],
+    typer.Option(
+        "--set",
+        help="section.key=value; repeatable.",
+        show_default=False,
+        autocompletion=settings,
+    ),
 ]
 Profile = Annotated[
     str | None,
-    typer.Option(help="Site profile, in place of the job's launch.profile.", show_default=False),
+    typer.Option(
+        help="Site profile, in place of the job's launch.profile.",
+        show_default=False,
+        autocompletion=names_of_profiles,
+    ),
 ]
+Account = Annotated[
+    str | None,
+    typer.Option("--account", "-A", help="Charge this one: resources.account.", show_default=False),
+]
+Partition = Annotated[
+    str | None,
+    typer.Option("--partition", "-p", help="Run there: resources.partition.", show_default=False),
+]
+Time = Annotated[
+    str | None,
+    typer.Option("--time", "-t", help="Time limit: resources.time.", show_default=False),
+]  # fmt: skip
 
 
-def load_job(job: Path, overrides: Sequence[str], profile: str | None = None) -> "JobConfig":
-    """Reads a job file; where it names no `run_root`, $RELAX_RUN_ROOT does.
+def load_job(job: Path, overrides: Sequence[str], profile: str | None = None) -> JobConfig:
+    """Reads a job file; $RELAX_RUN_ROOT is the default `run_root`.
 
     Args:
-        job: the file.
         overrides: section.key=value.
-        profile: in place of the job's.
+        profile: overrides the job's.
 
     Raises:
         ConfigError: of the job, one line per mistake.
     """
-    from relax_hpc import job_file
-    from relax_hpc.launch import known_runs
+    from relax_hpc.config import job_file
 
-    config, root = job_file.load(job, overrides), known_runs.default_root()
-    if profile is not None:
-        launch = config.launch.model_copy(update={"profile": profile})
-        config = config.model_copy(update={"launch": launch})
-    if root is None or "run_root" in config.model_fields_set:
+    config = known_runs.below_default_root(job_file.load(job, overrides))
+    if profile is None:
         return config
-    return config.model_copy(update={"run_root": root})
-
-
-def run_dir_of(run: str) -> Path:
-    """Finds the directory of a run that is named on the command line.
-
-    Raises:
-        ConfigError: there is no such run, or several.
-    """
-    from relax_hpc.launch import known_runs
-
-    if (found := find_run(run)) is not None:
-        return found
-    names = {each.name for each in known_runs.everywhere()}
-    close = difflib.get_close_matches(run, names, n=1)
-    hint = f"did you mean {close[0]}?" if close else "give its directory, or a name that ls shows"
-    raise ConfigError(f"{run}: no such run; {hint}")
-
-
-def find_run(run: str) -> Path | None:
-    """Finds a run by its directory, or by its name: below runs/, below $RELAX_RUN_ROOT, or
-    wherever it was submitted. None if there is no such run.
-
-    Raises:
-        ConfigError: several runs that were submitted elsewhere have that name, or it is a folder
-            that this user may not look into.
-    """
-    from relax_hpc.launch import known_runs
-
-    places = (Path(run), known_runs.RUNS / run)
-    for place in places:
-        if known_runs.is_run(place):
-            return place
-    found = known_runs.called(run)
-    if len(found) > 1:
-        several = ", ".join(map(str, found))
-        raise ConfigError(f"{run}: is the name of several runs; give one of {several}")
-    if not found:
-        for place in places:
-            _check_visible(place)
-    return found[0] if found else None
-
-
-def _check_visible(folder: Path) -> None:
-    try:
-        RunPaths(folder).config.stat()
-    except PermissionError as error:
-        raise ConfigError(permissions.refusal(error)) from error
-    except OSError:  # nothing is there
-        return
+    launch = config.launch.model_copy(update={"profile": profile})
+    return config.model_copy(update={"launch": launch})
 
 
 @contextmanager
 def going_on(run: str) -> Iterator[None]:
-    """Within it Ctrl-C ends the command, which says that the run goes on."""
+    """Lets Ctrl-C end the command with the remark that the run goes on."""
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo(
+        echo(
             f"\n{run} goes on; look again with relax-hpc watch {argument(run)}, end it with "
             f"relax-hpc cancel {argument(run)}",
             err=True,
         )
         raise typer.Exit(130) from None
+
+
+class SlurmOptions(NamedTuple):
+    """Options of sbatch for all components; None if absent."""
+
+    account: str | None
+    partition: str | None
+    time: str | None
+
+    def check(self, overrides: Sequence[str]) -> None:
+        """Raises:
+        ConfigError: a setting has the same meaning as an option.
+        """
+        set_too = {each.partition("=")[0].strip(): each for each in overrides}
+        for name, value in self._options.items():
+            if (key := f"resources.{name}") in set_too:
+                raise _clash(name, value, f"--set {set_too[key]} says so, too; leave one out")
+
+    def of(self, config: JobConfig) -> JobConfig:
+        """Returns a job with these requests in place of its own, as with sbatch.
+
+        Raises:
+            ConfigError: one of its components requests something else.
+        """
+        from relax_hpc.roles import table
+
+        for name, value in self._options.items():
+            for _, place in table.places(config):
+                own = getattr(place.resources, name)
+                says_so = place.beside is None and name in place.resources.model_fields_set
+                if says_so and own != value:
+                    key = f"{place.section}.resources.{name}" if place.section else place.component
+                    raise _clash(name, value, f"the job has {key} = {own!r}; change it with --set")
+        shared = config.resources.model_copy(update=self._options)
+        return config.model_copy(update={"resources": shared})
+
+    @property
+    def _options(self) -> dict[str, str]:
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+def _clash(name: str, value: str, why: str) -> ConfigError:
+    return ConfigError(f"--{name} {value}: {why}")

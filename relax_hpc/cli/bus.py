@@ -1,4 +1,4 @@
-"""`relax-hpc bus`: what is in the data bus of a run."""
+"""`relax-hpc bus`: shows, checks and exports the data bus of a run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -6,17 +6,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from relax_hpc import job_file
-from relax_hpc.cli.arguments import AsJson, Ended, Run, run_dir_of
+from relax_hpc.cli.arguments import AsJson, Ended, Run, own_run_dir_of, run_dir_of
+from relax_hpc.cli.lines import PlainGroup, echo
+from relax_hpc.config import job_file
 from relax_hpc.errors import ConfigError, LaunchError
-from relax_hpc.paths import RunPaths
-from relax_hpc.printable import argument
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.text import argument
 
 if TYPE_CHECKING:
     from relax_hpc.bus.plan import PlanPosition
     from relax_hpc.bus.tools.show import Decode
 
-bus = typer.Typer(no_args_is_help=True, help="Look into the data bus of a run, and tidy it up.")
+bus = typer.Typer(
+    cls=PlainGroup, no_args_is_help=True, help="Look into the data bus of a run, and tidy it up."
+)
 
 Text = Annotated[bool, typer.Option(help="Decode tokens with the tokenizer of the model.")]
 
@@ -24,12 +27,12 @@ Text = Annotated[bool, typer.Option(help="Decode tokens with the tokenizer of th
 @bus.command("ls", epilog="Example:  relax-hpc bus ls arithmetic --json | jq .total")
 def bus_ls(run: Run, as_json: AsJson = False) -> None:
     """Producers, sidecar writers and the plan: what is committed, planned, and on disk."""
-    from relax_hpc.bus.tools import listing
+    from relax_hpc.bus.tools import show
 
     paths = RunPaths(run_dir_of(run))
     checkpoints = _positions(paths)
-    found = listing.collect(paths.bus, checkpoints[-1] if checkpoints else None)
-    typer.echo(found.to_json() if as_json else listing.text(found))
+    found = show.list_writers(paths.bus, checkpoints[-1] if checkpoints else None)
+    echo(found.to_json() if as_json else show.listing_text(found))
 
 
 @bus.command(
@@ -47,15 +50,15 @@ def bus_show(
     from relax_hpc.bus.tools import show
 
     if what.endswith(".h5") or Path(what).is_file():
-        typer.echo(show.shard(Path(what)))
+        echo(show.shard(Path(what)))
         return
     paths = RunPaths(run_dir_of(what))
     if (step is None) == (guid is None):
         raise ConfigError(f"{what}: is a run; give --step or --guid, or name a shard (bus/p/...)")
     if step is not None:
-        typer.echo(show.step(paths.bus, step))
+        echo(show.step(paths.bus, step))
     elif guid is not None:
-        typer.echo(show.group(paths.bus, guid, _decoder(paths) if text else None))
+        echo(show.group(paths.bus, guid, _decoder(paths) if text else None))
 
 
 @bus.command("verify", epilog="Example:  relax-hpc bus verify arithmetic && echo sound")
@@ -76,7 +79,7 @@ def bus_verify(run: Run, as_json: AsJson = False) -> None:
             lambda: _positions(paths),
             lambda done, total: progress.update(bar, completed=done, total=total),
         )
-    typer.echo(found.to_json() if as_json else verify.text(found))
+    echo(found.to_json() if as_json else verify.text(found))
     if not found.is_sound:
         raise typer.Exit(1)
 
@@ -94,7 +97,7 @@ def bus_gc(
     from relax_hpc.bus.tools import garbage
     from relax_hpc.runs import status as run_status
 
-    run_dir = run_dir_of(run)
+    run_dir = own_run_dir_of(run)
     if alive := run_status.alive(run_dir, run_status.of_run(run_dir), sure=ended):
         raise LaunchError(
             f"{run_dir}: is {alive.state}, and its components delete what they own "
@@ -104,7 +107,7 @@ def bus_gc(
     found = garbage.find(paths.bus, _positions(paths))
     if not dry_run:
         garbage.delete(found)
-    typer.echo(garbage.text(found, dry_run=dry_run))
+    echo(garbage.text(found, dry_run=dry_run))
 
 
 @bus.command(
@@ -139,7 +142,7 @@ def bus_export(
             export.parse_steps(steps) if steps else None,
             lambda rows: progress.update(bar, completed=rows),
         )
-    typer.echo(f"{to}: {count} rows")
+    echo(f"{to}: {count} rows")
 
 
 @bus.command("media", epilog="Example:  relax-hpc bus media colours --guid 70 --out seen")
@@ -149,24 +152,22 @@ def bus_media(
     out: Annotated[Path, typer.Option(help="Folder for the files.")],
 ) -> None:
     """Write the images, videos and sounds that a prompt group was shown, each checked, as files."""
-    from relax_hpc.bus.tools import media
+    from relax_hpc.bus.tools import export
 
-    typer.echo(media.text(media.write(RunPaths(run_dir_of(run)).bus, guid, out)))
+    echo(export.text(export.write(RunPaths(run_dir_of(run)).bus, guid, out)))
 
 
 def _positions(paths: RunPaths) -> list["PlanPosition"]:
-    """Returns the places of a run's checkpoints in its plan, oldest first."""
     from relax_hpc.bus.plan import PlanPosition
-    from relax_hpc.checkpoints.store import Checkpoints
-    from relax_hpc.comm.world import SoloWorld
+    from relax_hpc.runtime.comm.world import SoloWorld
+    from relax_hpc.trainer.checkpoints.store import Checkpoints
 
     found = Checkpoints(paths.checkpoints, SoloWorld(), PlanPosition, keep=1).complete()
     return [checkpoint.position for checkpoint in found]
 
 
 def _decoder(paths: RunPaths) -> "Decode":
-    """Tokens to text, with the tokenizer of the run's model."""
-    from relax_hpc.prompts import tokenizer
+    from relax_hpc.data import tokenizer
 
     decode = tokenizer.load(job_file.read_resolved(paths.config).model.path).decode
     return lambda tokens: str(decode(tokens))

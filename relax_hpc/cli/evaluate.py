@@ -1,4 +1,4 @@
-"""Scores on held-out sets: of a run, which keeps them, or of a model, which is asked now."""
+"""Shows a run's held-out scores, or scores a model now."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,9 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
+from relax_hpc.cli import completion
 from relax_hpc.cli.arguments import AsJson, find_run
-from relax_hpc.cli.rows_shown import RowsShown
-from relax_hpc.errors import ConfigError
+from relax_hpc.cli.keys import settings as settings_of_jobs
+from relax_hpc.cli.lines import RowsShown, echo
+from relax_hpc.errors import ConfigError, nearest
 
 evaluation = typer.Typer()
 
@@ -23,7 +25,12 @@ _OF_A_MODEL = "Of a model: "
 )
 def evaluate(
     subject: Annotated[
-        str, typer.Argument(help="A run, or the Hugging Face folder of a model.", metavar="WHAT")
+        str,
+        typer.Argument(
+            help="A run, or the Hugging Face folder of a model.",
+            metavar="WHAT",
+            autocompletion=completion.names_of_runs,
+        ),
     ],
     sets: Annotated[
         list[str],
@@ -32,6 +39,7 @@ def evaluate(
             help="Of a run: only this set. Of a model: NAME=FILE, all of whose prompts are scored; "
             "repeatable.",
             show_default=False,
+            autocompletion=completion.names_of_sets,
         ),
     ] = [],  # noqa: B006
     ks: Annotated[
@@ -52,7 +60,9 @@ def evaluate(
         int | None, typer.Option(help=f"{_OF_A_MODEL}responses to each prompt.")
     ] = None,
     temperature: Annotated[float | None, typer.Option(help=f"{_OF_A_MODEL}0 is greedy.")] = None,
-    top_p: Annotated[float | None, typer.Option(help=f"{_OF_A_MODEL}see docs/config.md.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help=f"{_OF_A_MODEL}see docs/reference/config.md.")
+    ] = None,
     reward: Annotated[str | None, typer.Option(help=f"{_OF_A_MODEL}its name.")] = None,
     keys: Annotated[
         list[str],
@@ -60,6 +70,7 @@ def evaluate(
             "--key",
             help=f"{_OF_A_MODEL}section.key=value of a job; repeatable.",
             show_default=False,
+            autocompletion=settings_of_jobs,
         ),
     ] = [],  # noqa: B006
     name: Annotated[
@@ -84,7 +95,7 @@ def evaluate(
         more = keys if reward is None else [*keys, f"reward.name={reward}"]
         scored = _score(subject, job, sets, settings, more, name, asked_ks)
         found = evaluations.collect(scored, ks=asked_ks, right=right)
-    typer.echo(evaluations.to_json(found) if as_json else evaluations.text(found))
+    echo(evaluations.to_json(found) if as_json else evaluations.text(found))
 
 
 def _score(
@@ -96,16 +107,18 @@ def _score(
     name: str | None,
     ks: list[int],
 ) -> Path:
-    from relax_hpc.launch.evaluate import Asked, evaluate
+    from relax_hpc.launch.evaluate import EvaluationRequest, evaluate
 
     model = Path(subject)
     if not (model / "config.json").is_file():
+        close = nearest(subject, completion.names_of_runs(""))
         raise ConfigError(
             f"{subject}: is no run (run.json, there or under runs/) and no model (config.json)"
+            + f"; {close}" * bool(close)
         )
-    asked = Asked(model, job, _files(sets), settings, keys, name)
+    asked = EvaluationRequest(model, job, _files(sets), settings, keys, name)
     with RowsShown() as shown:
-        return evaluate(asked, ks, say=lambda line: typer.echo(line, err=True), advance=shown)
+        return evaluate(asked, ks, say=lambda line: echo(line, err=True), advance=shown)
 
 
 def _files(sets: list[str]) -> dict[str, str]:

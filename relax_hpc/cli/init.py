@@ -1,57 +1,95 @@
-"""`relax-hpc init`, `relax-hpc schema`: a job and a profile to begin with."""
+"""`relax-hpc init`, `relax-hpc schema`: writes a starting job and profile, and the JSON Schema."""
 
 import json
+import os
 import re
+import shutil
+import textwrap
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from pydantic.json_schema import models_json_schema
 
-from relax_hpc.errors import ConfigError
+from relax_hpc.cli.completion import names_of_jobs
+from relax_hpc.cli.lines import echo
+from relax_hpc.config import job_file
+from relax_hpc.config.keys import keys_of
+from relax_hpc.config.run import RunConfig, SftRunConfig
+from relax_hpc.errors import ConfigError, nearest
+from relax_hpc.runtime.files.user_files import write_named
+from relax_hpc.runtime.text import align_lines
 from relax_hpc.sections import NAME
 
 beginning = typer.Typer()
+_WIDTH = 96
+_END = """
+# What is asked of Slurm for every component; ~/.config/relax-hpc/default.toml, or another profile,
+# says the rest. [engines.rollout.resources] and [actor.resources] refine it.
+# [resources]
+# time = "2-00:00:00"
+# gpus_per_node = 4
+
+# All keys: relax-hpc keys. One of them: relax-hpc keys actor.optimizer.lr
+"""
+
+
+def _list(asked: bool) -> None:
+    if not asked:
+        return
+    for name, about in describe_jobs().items():
+        echo(f"{name}: {about}")
+    raise typer.Exit
 
 
 @beginning.command(
-    epilog="Examples:  relax-hpc init first  |  relax-hpc init math --like qwen3-4b-gsm8k"
+    epilog="Examples:  relax-hpc init --list  |  relax-hpc init first  |  "
+    "relax-hpc init math --like qwen3-4b-gsm8k"
 )
 def init(
-    name: Annotated[str, typer.Argument(help="Of the job; NAME.toml is made here.")],
-    like: Annotated[str, typer.Option(help="Job that comes along, to begin from.")] = "demo",
+    name: Annotated[str, typer.Argument(help="Name of the job; writes NAME.toml here.")],
+    like: Annotated[
+        str,
+        typer.Option(help="Job that comes along, to begin from.", autocompletion=names_of_jobs),
+    ] = "demo",
+    listed: Annotated[
+        bool,
+        typer.Option("--list", callback=_list, is_eager=True, help="List these jobs, and end."),
+    ] = False,
 ) -> None:
     """Write a job with every key explained and, unless there is one, a profile of this cluster."""
     from relax_hpc.launch import profiles
     from relax_hpc.launch.submit import mode_of
-    from relax_hpc.preparation import site, starting
 
     if not re.match(NAME, name):
         raise ConfigError(f"{name!r}: is no name of a run; use letters, digits, '.', '_' and '-'")
     job, folder = Path(f"{name}.toml"), profiles.folder()
-    if job.exists():
+    if os.path.lexists(job):
         raise ConfigError(f"{job}: is there already; choose another name")
     schema_file, profile = folder / "job.schema.json", folder / "default.toml"
-    text = starting.job_text(like, name, schema_file)
+    text = job_text(like, name, schema_file)
     is_new = not profile.exists()
-    described = site.profile_text() if is_new else None
+    described = profile_text() if is_new else None
     is_silent = is_new and not described and mode_of(local=False) == "slurm"
     local = " --local" if is_silent else ""  # else submit would ask a Slurm that does not answer
     text = text.replace(f"relax-hpc submit {job}\n", f"relax-hpc submit {job}{local}\n", 1)
     folder.mkdir(parents=True, exist_ok=True)
-    schema_file.write_text(json.dumps(starting.schema()))
-    job.write_text(text)
-    typer.echo(f"{job}: a job like {like}; relax-hpc init --like takes another")
+    _write(schema_file, json.dumps(job_schema()), replace=True)
+    _write(job, text)
+    echo(f"{job}: a job like {like}; relax-hpc init --list names the others")
     if not is_new:
-        typer.echo(f"{profile}: your profile, left as it is")
+        echo(f"{profile}: your profile, left as it is")
     elif described:
-        profile.write_text(described)
+        _write(profile, described)
         profiles.load(str(profile))
-        typer.echo(f"{profile}: what every job asks of this cluster; look through it")
+        echo(f"{profile}: what every job asks of this cluster; look through it")
     else:
-        typer.echo("no Slurm answers here: no profile is made, jobs run on this machine")
+        echo("no Slurm answers here: no profile is made, jobs run on this machine")
     for command in re.findall("`(relax-hpc make-tiny .+?)`", text):
-        typer.echo(f"next: {command}")
-    typer.echo(f"next: relax-hpc check {job}{local}")
+        echo(f"next: {command}")
+    echo(f"next: relax-hpc check {job}{local}")
 
 
 @beginning.command(epilog="Example:  relax-hpc schema --out job.schema.json")
@@ -59,10 +97,169 @@ def schema(
     out: Annotated[Path | None, typer.Option(help="File; printed if not given.")] = None,
 ) -> None:
     """JSON Schema of a job, for editors: a job names it in a line `#:schema FILE`."""
-    from relax_hpc.preparation import starting
-
-    text = json.dumps(starting.schema(), indent=1)
+    text = json.dumps(job_schema(), indent=1)
     if out is None:
-        typer.echo(text)
+        echo(text)
     else:
-        out.write_text(text)
+        _write(out, text, "--out", replace=True)
+
+
+def _write(path: Path, text: str, key: str = "file", *, replace: bool = False) -> None:
+    with write_named(path, key, replace=replace) as file:
+        file.write(text.encode())
+
+
+def describe_jobs() -> dict[str, str]:
+    """Describes each job by the first line of its comment."""
+    texts = {name: path.read_text(encoding="utf-8") for name, path in job_file.list_jobs().items()}
+    return {name: re.findall("^# (.+)", text, re.M)[0] for name, text in texts.items()}
+
+
+def job_text(like: str, name: str, schema: Path) -> str:
+    """Returns a job like an included one.
+
+    Args:
+        like: the included one's name.
+        name: of the run, and of the file without its suffix.
+        schema: file with which editors check the job.
+
+    Raises:
+        ConfigError: there is no such job.
+    """
+    known = job_file.list_jobs()
+    if like not in known:
+        hint = nearest(like, known) or f"use one of {', '.join(known)}"
+        raise ConfigError(f"--like {like}: no such job; {hint}")
+    lines = known[like].read_text(encoding="utf-8").splitlines()
+    about = [line for line in lines if re.match(r"#   (shows|needs|expect| )", line)]
+    at = next(number for number, line in enumerate(lines) if line.startswith("name ="))
+    head = [
+        f"#:schema file://{schema}",
+        f"# {name}: begun from the job `{like}` that comes with relax-hpc.",
+        "#",
+        *about,
+        f"#   run       relax-hpc submit {name}.toml",
+        "",
+        f"name = {json.dumps(name)}",
+    ]
+    return "\n".join([*head, *_explain(lines[at + 1 :])]) + "\n" + _END
+
+
+def _explain(lines: list[str]) -> Iterator[str]:
+    """Puts a key's text above every line that sets one."""
+    keys = {key.name: key.text for kind in (SftRunConfig, RunConfig) for key in keys_of(kind)}
+    section = ""
+    for line in lines:
+        if table := re.match(r"\[(.*)\]", line):
+            section = f"{table[1]}."
+        elif (key := re.match(r"([\w.]+) *=", line)) and (text := _text_of(section + key[1], keys)):
+            wrapped = textwrap.wrap(text, _WIDTH, break_on_hyphens=False)
+            yield from (f"# {part}" for part in wrapped)
+        yield line
+
+
+def _text_of(key: str, keys: dict[str, str]) -> str:
+    first, *rest = key.split(".")
+    of_any_name = ".".join([first, "<name>", *rest[1:]])
+    component = re.fullmatch(r"(.*\.)?resources\.(\w+)", key)
+    told_once = f"<component>.resources.{component[2]}" if component else ""
+    return keys.get(key) or keys.get(of_any_name) or keys.get(told_once, "")
+
+
+def job_schema() -> dict[str, Any]:
+    kinds = (RunConfig, SftRunConfig)
+    refs, made = models_json_schema([(kind, "validation") for kind in kinds])
+    learning, tuning = (refs[kind, "validation"] for kind in kinds)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A job of relax-hpc",
+        "if": {"required": ["sft"]},
+        "then": tuning,
+        "else": learning,
+        **made,
+    }
+
+
+_NO_LIMIT = ("infinite", "n/a")
+
+
+class _NodeKind(NamedTuple):
+    """Similar nodes of a partition."""
+
+    partition: str
+    nodes: str
+    cpus: str
+    gpus: str
+    limit: str
+    features: str
+
+
+def profile_text() -> str | None:
+    """Returns the text of a profile; None without Slurm."""
+    from relax_hpc.launch.states import output_of
+
+    if shutil.which("sinfo") is None:
+        return None
+    answer = output_of(["sinfo", "-h", "-o", "%P|%D|%c|%G|%l|%f"])
+    if answer.returncode or not answer.stdout.strip():
+        return None
+    rows = [
+        _NodeKind(*line.split("|")) for line in answer.stdout.split("\n") if line.count("|") == 5
+    ]
+    chosen = _chosen(rows)
+    return "\n".join([*_table(rows), *_partition(chosen), *_accounting(), *_rest(chosen)]) + "\n"
+
+
+def _chosen(rows: list[_NodeKind]) -> _NodeKind:
+    """Chooses the default partition, unless only others have GPUs."""
+    on_gpus = [row for row in rows if row.gpus != "(null)"] or rows
+    return next((row for row in on_gpus if row.partition.endswith("*")), on_gpus[0])
+
+
+def _table(rows: list[_NodeKind]) -> list[str]:
+    head = _NodeKind("partition", "nodes", "cores", "GPUs", "time limit", "features")
+    cells = [[cell.replace("(null)", "-") for cell in row] for row in [head, *rows]]
+    cells = [[*row[:3], re.sub(r"\(.*?\)", "", row[3]), *row[4:]] for row in cells]
+    return [
+        f"# This cluster as Slurm described it on {time.strftime('%Y-%m-%d')}. Every job of yours",
+        "# asks for what stands here, unless the job or --profile says otherwise; keep what fits.",
+        "#",
+        *(f"#   {line}" for line in align_lines(cells, left=len(head))),
+        "",
+    ]
+
+
+def _partition(row: _NodeKind) -> list[str]:
+    limit = row.limit if row.limit not in _NO_LIMIT else "1-00:00:00"
+    return [
+        f'partition = "{row.partition.rstrip("*")}"',
+        f'# time = "{limit}"'.ljust(27) + "# else the partition's default",
+    ]
+
+
+def _accounting() -> list[str]:
+    from relax_hpc.launch.cluster import associations
+
+    lines = []
+    for key, names in (("account", associations("Account")), ("qos", associations("QOS"))):
+        several = f"# yours: {', '.join(names)}" if len(names) > 1 else ""
+        if names and (key == "account" or len(names) > 1):
+            mark = "# " if several else ""
+            lines.append(f'{mark}{key} = "{names[0]}"'.ljust(27) + several)
+    return [line.rstrip() for line in lines]
+
+
+def _rest(row: _NodeKind) -> list[str]:
+    from relax_hpc.launch.states import output_of
+
+    features = "" if row.features == "(null)" else row.features
+    count = re.search(r"gpu(?::[^,:]+)?:(\d+)", row.gpus)
+    lines = [f'# constraint = "{features.split(",")[0]}"'] if features else []
+    plugins = output_of(["srun", "--mpi=list"])
+    if "pmix" in plugins.stdout + plugins.stderr:
+        lines.append('# mpi = "pmix"'.ljust(27) + "# if mpi4py is built against this Open MPI")
+    lines.append('# setup = ["module load cuda/12.8"]')
+    if count:
+        for table in ("rollout", "actor"):
+            lines += ["", f"# [{table}]", f"# gpus_per_node = {count[1]}"]
+    return lines

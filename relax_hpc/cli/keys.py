@@ -1,38 +1,70 @@
-"""`relax-hpc keys`: what can be set in a job. The same tables are pages of docs/."""
+"""`relax-hpc keys`: lists the keys of a job.
 
-import difflib
+Also `relax-hpc check JOB --explain`: a job's roles, columns and algorithm, each with its reason.
+"""
+
 import json
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated
 
 import typer
 from pydantic import BaseModel
 
+from relax_hpc.algorithms.algorithm import Algorithm
+from relax_hpc.algorithms.part import AlgorithmPart, Needs
+from relax_hpc.cli.completion import complete, names_of_presets
+from relax_hpc.cli.lines import echo
 from relax_hpc.config.keys import TOLD_ONCE, Key, keys_of
-from relax_hpc.config.run import RunConfig
-from relax_hpc.config.sft import SftRunConfig
-from relax_hpc.errors import ConfigError
-from relax_hpc.schema import COLUMNS, Column
+from relax_hpc.config.run import JobConfig, RunConfig, SftRunConfig
+from relax_hpc.errors import ConfigError, nearest
+from relax_hpc.roles.role import Place, Role
+from relax_hpc.roles.table import check_columns, places
+from relax_hpc.schema import COLUMNS, PRODUCER, ROUTED_EXPERTS
 from relax_hpc.sections import SharedResources
-from relax_hpc.telemetry.event_table import EVENTS
 
-_MADE = "<!-- made by `make docs` of what the code declares; do not edit -->\n"
-_FEW = 3
-"""Keys of a name that are told of, where somebody asks for the name alone."""
+_FEW, _MANY = 3, 6
+"""Most suggestions for a key's name alone, and for a part of it."""
+
+
+def names_of_keys(incomplete: str) -> list[str]:
+    """Keys and tables of a job with this prefix."""
+    return complete((name for key in all_keys() for name in _prefixes(key.name)), incomplete)
+
+
+def settings(incomplete: str) -> list[str]:
+    """Completes `--set`: "section.key=", and after the "=" the values, if they are few."""
+    types = {_chosen(key.name): key.type for key in all_keys()}
+    name, is_set, _ = incomplete.partition("=")
+    if not is_set:
+        return complete((f"{key}=" for key in types if "<" not in key), incomplete)
+    if name == "algorithm.preset":
+        values = names_of_presets("")
+    elif types.get(name) == "boolean":
+        values = ["true", "false"]
+    else:
+        values = re.findall('"([^"]*)"', types.get(name, ""))
+    return complete((f"{name}={value}" for value in values), incomplete)
+
+
+def _chosen(key: str) -> str:
+    """Replaces user-defined names in a key by names that every job has."""
+    return key.replace("engines.<name>", "engines.rollout").replace("<component>", "actor")
 
 
 def keys(
-    section: Annotated[str, typer.Argument(help="Only keys that begin so.")] = "",
+    section: Annotated[
+        str,
+        typer.Argument(help="Only keys that begin so.", autocompletion=names_of_keys),
+    ] = "",
 ) -> None:
     """Every setting of a job with its type, its default, and what it does."""
     for key in matching(section):
-        typer.echo("\n".join(lines_of(key)))
+        echo("\n".join(lines_of(key)))
 
 
 def matching(section: str) -> list[Key]:
-    """The settings whose dotted name is `section` or below it.
+    """Returns the settings at or below `section`.
 
     Raises:
         ConfigError: there is none; names the nearest.
@@ -44,17 +76,18 @@ def matching(section: str) -> list[Key]:
     if found:
         return found
     names = {name for key in known for name in _prefixes(key.name)}
-    close = difflib.get_close_matches(section, names, n=1)
     same = [key.name for key in known if key.name.endswith(f".{section}")]
-    if 1 <= len(same) <= _FEW:
-        hint = f"did you mean {' or '.join(same)}?"
-    else:
-        hint = f"did you mean {close[0]}?" if close else "relax-hpc keys lists them all"
-    raise ConfigError(f"{section}: no key of a job; {hint}")
+    if not 1 <= len(same) <= _FEW:
+        close = nearest(section, names)
+        same = [] if close else [key.name for key in known if section.lower() in key.name]
+    if same:
+        more = f" or {len(same) - _MANY} more" * (len(same) > _MANY)
+        close = f"did you mean {' or '.join(same[:_MANY])}{more}?"
+    raise ConfigError(f"{section}: no key of a job; {close or 'relax-hpc keys lists them all'}")
 
 
-def explained(job: BaseModel, section: str) -> Iterator[str]:
-    """Explains the keys at or below `section`, and says their values in a job.
+def explain_section(job: BaseModel, section: str) -> Iterator[str]:
+    """Explains the keys at or below `section`, with their values in a job.
 
     Raises:
         ConfigError: there is no such key.
@@ -70,7 +103,7 @@ def _plain(value: object) -> object:
 
 
 def _values(node: object, path: Sequence[str], prefix: str) -> Iterator[tuple[str, object]]:
-    """Finds the values of a key in a job, one for each name that a user chose on the way."""
+    """Yields the values of a key in a job, one for each user-defined name on the way."""
     if not path:
         yield prefix, node
         return
@@ -82,8 +115,7 @@ def _values(node: object, path: Sequence[str], prefix: str) -> Iterator[tuple[st
 
 
 def all_keys() -> list[Key]:
-    """Lists the keys of reinforcement learning, of supervised fine-tuning, and those that both tell
-    once."""
+    """Lists the keys of reinforcement learning, of supervised fine-tuning, and shared ones once."""
     learning = keys_of(RunConfig)
     names = {key.name for key in learning}
     tuning = [key for key in keys_of(SftRunConfig) if key.name not in names]
@@ -98,7 +130,7 @@ def all_keys() -> list[Key]:
 
 
 def _of_components() -> Iterator[Key]:
-    """Yields the keys of sections that are told once, under the name of each component."""
+    """Yields the keys of shared sections, under the name of each component."""
     for key in dict.fromkeys([*keys_of(RunConfig), *keys_of(SftRunConfig)]):
         section = key.name.rpartition(".")[2]
         if section in TOLD_ONCE:
@@ -107,85 +139,10 @@ def _of_components() -> Iterator[Key]:
 
 
 def lines_of(key: Key) -> list[str]:
-    """Name, default and type in a line, then what the key does."""
+    """Formats name, default and type in a line, then the text."""
     default = f" = {key.default}" if key.default not in ("", "required") else ""
     required = " (required)" if key.default == "required" else ""
     return [f"{key.name}{default}{required}   [{key.type}]", f"    {key.text}"]
-
-
-def config_page() -> str:
-    """docs/config.md."""
-    sections: dict[str, list[Key]] = {}
-    for key in all_keys():
-        section, _, _ = key.name.rpartition(".")
-        sections.setdefault(section, []).append(key)
-    tables = [
-        f"## {f'[{section}]' if section else 'Top level'}\n\n"
-        + _table(
-            ("key", "type", "default", ""),
-            ((f"`{k.name.rpartition('.')[2]}`", k.type, _code(k.default), k.text) for k in found),
-        )
-        for section, found in sections.items()
-    ]
-    head = (
-        "# Keys of a job\n\nA job is a TOML file; `--set section.key=value` overrides a key. "
-        "`relax-hpc keys actor.optimizer` prints a part of this page, `relax-hpc check JOB "
-        "--explain KEY` one key with its value in a job. An empty default: leaving the key out "
-        "has a meaning of its own.\n"
-    )
-    return "\n".join([_MADE + head, *tables])
-
-
-def events_page() -> str:
-    """docs/events.md."""
-    rows = (
-        (
-            kind.by,
-            f"`{name}`",
-            kind.meaning,
-            "; ".join(_field(*each) for each in kind.fields.items()),
-        )
-        for name, kind in EVENTS.items()
-    )
-    head = (
-        "# Events\n\nOne JSON object per line in `events/<component>-<rank>.jsonl`, with `time` "
-        "(seconds since 1970), `role`, `rank`, `pid`, `event`, and the fields below; `time/...` "
-        "stands for all names that begin so. JSON knows no number that is not finite: such a field "
-        'is null, and `not_finite` says what it was, e.g. `"loss": null, "not_finite": {"loss": '
-        '"NaN"}`. Of a trainer or scorer rank 0 writes all but `start`, `world`, `error` and '
-        "`resume`, which every rank writes.\n"
-    )
-    table = _table(("by", "event", "when", "fields"), rows)
-    curves = (
-        "## Curves\n\nTags of the numbers that [boards](boards.md) show, over the steps. Of an "
-        "evaluation the step is that of the policy. What engines and producers say between two "
-        "steps is one point.\n"
-    )
-    return "\n".join([_MADE + head, table, curves, _table(("tag", "event", "field"), _tags())])
-
-
-def _tags() -> Iterator[tuple[str, str, str]]:
-    tags = [(tag, name, field) for name, kind in EVENTS.items() for field, tag in kind.tags.items()]
-    yield from ((f"`{tag}`", f"`{name}`", f"`{field}`") for tag, name, field in sorted(tags))
-
-
-def columns_page() -> str:
-    """docs/columns.md."""
-    rows = (
-        (
-            f"`{name}`",
-            _shape(column),
-            column.axis,
-            column.writer,
-            column.meaning + ("" if column.required else " (optional)"),
-        )
-        for name, column in COLUMNS.items()
-    )
-    head = "# Columns of a shard\n\nWho writes what; [bus.md](bus.md) has the bytes.\n"
-    return "\n".join([_MADE + head, _table(("column", "type", "per", "writer", ""), rows)])
-
-
-PAGES = {"config.md": config_page, "events.md": events_page, "columns.md": columns_page}
 
 
 def _prefixes(name: str) -> list[str]:
@@ -193,31 +150,63 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[: end + 1]) for end in range(len(parts))]
 
 
-def _field(name: str, meaning: str) -> str:
-    return f"`{name}` {meaning}".rstrip()
+MEASURED = "measured, nothing in the loss needs it"
 
 
-def _code(text: str) -> str:
-    return f"`{text}`" if text and text != "required" else text
+def explain_job(config: JobConfig) -> Iterator[str]:
+    """Yields lines on a job's parts, with reasons.
+
+    Raises:
+        ConfigError: the algorithm needs a column that nobody in this job writes.
+    """
+    check_columns(config)
+    wanted = config.reasons if isinstance(config, RunConfig) else {}
+    yield "roles"
+    for role, place in places(config):
+        yield f"  {place.component:<20} {place.tasks} x {role.name}: {_why(role, place, wanted)}"
+    if not isinstance(config, RunConfig):
+        return
+    yield "columns"
+    for name, column in COLUMNS.items():
+        if column.writer == PRODUCER and column.required:
+            yield f"  {name:<28} {column.writer}: in every row"
+    reasons = {ROUTED_EXPERTS: "routing replay, rollout.routed_experts", **wanted}
+    for name in sorted(config.columns):
+        yield f"  {name:<28} {COLUMNS[name].writer}: {reasons.get(name, MEASURED)}"
+    if config.rollout.routed_experts is None and config.rollout_pool.kind == "sglang":
+        yield f"  {ROUTED_EXPERTS:<28} rollout: routing replay, for a mixture of experts"
+    yield from _algorithm(config.algorithm)
 
 
-def _shape(column: Column) -> str:
-    if column.width is None:
-        return column.dtype
-    return f"{column.dtype} [{'K' if column.width < 0 else column.width}]"
+def _why(role: Role[JobConfig], place: Place, wanted: Mapping[str, str]) -> str:
+    writer = role.writer_at(place)
+    reasons = [key for name, key in wanted.items() if COLUMNS[name].writer == writer]
+    beside = f", beside {place.beside}" if place.beside else ""
+    if writer and writer != PRODUCER:
+        return f"{role.work}: {', '.join(reasons) or MEASURED}{beside}"
+    return f"{role.work}{beside}"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
-    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+def _algorithm(algorithm: Algorithm) -> Iterator[str]:
+    yield f"algorithm: preset {algorithm.preset}"
+    for name in ("aggregation", "epochs_per_step", "mini_batches"):
+        yield f"  {name:<15} {getattr(algorithm, name)}"
+    for table, part in algorithm.parts:
+        yield f"  {table:<15} {part.name}{_explain_values(part)}"
+    yield f"  {'needs':<15} {'; '.join(_needs(algorithm.needs))}"
 
 
-def write(folder: Path) -> None:
-    """Makes the pages anew."""
-    for name, page in PAGES.items():
-        (folder / name).write_text(page())
+def _explain_values(part: AlgorithmPart) -> str:
+    values = (f"{key} = {json.dumps(value, default=str)}" for key, value in part if key != "name")
+    return "".join(f", {value}" for value in values)
 
 
-if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+def _needs(needs: Needs) -> Iterator[str]:
+    yield {"row": "each row for itself", "group": "whole prompt groups", "batch": "whole batches"}[
+        needs.scope
+    ]
+    if needs.min_siblings > 1:
+        yield f"rollout.samples_per_prompt >= {needs.min_siblings}"
+    if needs.prepass:
+        yield "a forward pass over the batch before it is trained on"
+    yield "rows without advantage teach, too" if needs.every_row else "rows with an advantage"

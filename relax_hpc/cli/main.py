@@ -1,11 +1,13 @@
-"""Verbs only. A command parses, calls one function and prints; heavy imports stay inside.
+"""Defines the command line and the commands that start a job.
 
-A file for each group of commands; here are those that start a job.
+A command parses, calls one function and prints; heavy imports stay inside.
 """
 
+import logging
 import os
 import shlex
 import sys
+import traceback
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,41 +17,44 @@ from rich.console import Console
 from rich.text import Text
 from typer import rich_utils
 
-from relax_hpc import permissions
 from relax_hpc.cli.arguments import (
+    Account,
     Ended,
     Job,
     Local,
     Overrides,
+    Partition,
     Profile,
     Run,
+    SlurmOptions,
+    Time,
     find_run,
     going_on,
     load_job,
-    names_of_runs,
     run_dir_of,
 )
-from relax_hpc.cli.bench import bench
-from relax_hpc.cli.boards import boards
+from relax_hpc.cli.bench.commands import bench
 from relax_hpc.cli.bus import bus
-from relax_hpc.cli.data import data, decode_media
+from relax_hpc.cli.completion import names_of_runs
+from relax_hpc.cli.data import data, decode_media, play_episode
 from relax_hpc.cli.evaluate import evaluation
-from relax_hpc.cli.explain import explained_job
 from relax_hpc.cli.init import beginning
-from relax_hpc.cli.keys import explained, keys
+from relax_hpc.cli.keys import explain_job, explain_section, keys, names_of_keys
+from relax_hpc.cli.lines import PlainGroup, RowsShown, echo
 from relax_hpc.cli.models import models
-from relax_hpc.cli.play import play_episode
-from relax_hpc.cli.rows_shown import RowsShown
-from relax_hpc.cli.runs import runs
+from relax_hpc.cli.runs import boards, runs, viewer
 from relax_hpc.cli.scale import scale
-from relax_hpc.cli.slurm_options import Account, Partition, SlurmOptions, Time
-from relax_hpc.cli.viewer import viewer
 from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.runtime import text
+from relax_hpc.runtime.files import permissions
+from relax_hpc.runtime.files.scratch import use_private_folder
+from relax_hpc.runtime.text import printable
 
 if TYPE_CHECKING:
     from relax_hpc.launch.submit import Submission
 
 app = typer.Typer(
+    cls=PlainGroup,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -60,7 +65,7 @@ app = typer.Typer(
 
 def _say_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"relax-hpc {metadata.version('relax-hpc')}")
+        echo(f"relax-hpc {metadata.version('relax-hpc')}")
         raise typer.Exit
 
 
@@ -81,7 +86,7 @@ _NEXT = "relax_hpc.next"
 
 
 class _CheckCommand(typer.core.TyperCommand):
-    """Takes `--explain` without a key, too, and keeps how to submit with the same arguments."""
+    """Allows `--explain` without a key, and keeps the arguments for the hint how to submit."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
         given = list(args)
@@ -97,7 +102,7 @@ class _CheckCommand(typer.core.TyperCommand):
 
 @app.command(
     cls=_CheckCommand,
-    epilog="Example:  relax-hpc check jobs/tiny/arithmetic.toml --set schedule.max_staleness=3",
+    epilog="Example:  relax-hpc check first.toml --set schedule.max_staleness=3",
 )
 def check(
     ctx: typer.Context,
@@ -111,6 +116,7 @@ def check(
         typer.Option(
             help="Only say what this key does, and its value here; without a key, which roles and "
             "columns the job has, and why, and its algorithm.",
+            autocompletion=names_of_keys,
         ),
     ] = None,
     decode: Annotated[
@@ -132,7 +138,7 @@ def check(
         list[str],
         typer.Option(
             "--reply",
-            help="With --play: what the policy says; repeatable, the last one again and again.",
+            help="With --play: the policy's reply; repeatable, the last one repeats.",
         ),
     ] = [],  # noqa: B006
     everything: Annotated[
@@ -146,14 +152,14 @@ def check(
     """Validate a job, the files it names and the cluster; into a file or a pipe, print it with
     every default filled in."""
     from relax_hpc.launch import preflight
-    from relax_hpc.launch.submit import expected_start, mode_of, resolve
+    from relax_hpc.launch.submit import estimate_start, mode_of, resolve
 
     asked = SlurmOptions(account, partition, time)
     asked.check(overrides)
     config = asked.of(load_job(job, overrides, profile))
     if explain is not None:
-        said = explained(config, explain) if explain else explained_job(config)
-        typer.echo("\n".join(said))
+        said = explain_section(config, explain) if explain else explain_job(config)
+        echo("\n".join(said))
         return
     if replies and not play:
         raise ConfigError("--reply: is of an episode; add --play")
@@ -167,12 +173,12 @@ def check(
             config, components, use_slurm=use_slurm, say=remarks.append, lacks=lacking.append
         )
         if use_slurm:
-            remarks.append(expected_start(config, components))
+            remarks.append(estimate_start(config, components))
         preflight.check_run_dir(config.run_dir, config.name, say=remarks.append)
         if play:
             play_episode(config, replies, remarks.append)
         if everything or not sys.stdout.isatty():
-            typer.echo(config.model_dump_json(indent=2))
+            echo(config.model_dump_json(indent=2))
     finally:  # last, where they are seen
         for each in (*remarks, *lacking):
             _remark(each)
@@ -183,8 +189,8 @@ def check(
 
 
 @app.command(
-    epilog="Examples:  relax-hpc submit jobs/tiny/arithmetic.toml --set name=try1 --dry-run  |  "
-    "relax-hpc submit jobs/tiny/arithmetic.toml --set name=try2 --depend try1"
+    epilog="Examples:  relax-hpc submit first.toml --set name=try1 --dry-run  |  "
+    "relax-hpc submit first.toml --set name=try2 --depend try1"
 )
 def submit(
     job: Job,
@@ -218,7 +224,7 @@ def submit(
     with RowsShown() as shown:
         submission = submit_job(config, local=local, dry_run=dry_run, say=_remark, advance=shown)
     if dry_run:
-        typer.echo(submission.script)
+        echo(submission.script)
         return
     _announce(submission, local=local, follow=follow)
 
@@ -263,37 +269,37 @@ for name, group in {"bus": bus, "scale": scale, "bench": bench}.items():
 
 
 def _dependency(asked: str, *, local: bool) -> list[str]:
-    """The setting of a job that is to begin after another; none if that has completed."""
+    """The setting that makes a job wait for another; empty if that has completed."""
     from relax_hpc.launch.submit import mode_of
-    from relax_hpc.runs import depend
+    from relax_hpc.runs import overview
 
     if mode_of(local=local) == "local":
         raise ConfigError(f"--depend {asked}: only Slurm can wait for another job; leave it out")
-    words = depend.on_job(asked)
-    if words is None and (words := depend.on_run(run_dir_of(asked))) is None:
+    words = overview.on_job(asked)
+    if words is None and (words := overview.on_run(run_dir_of(asked))) is None:
         _remark(f"{asked} has completed: nothing to wait for")
     return [f"resources.dependency={words}"] if words else []
 
 
 def _remark(line: str) -> None:
-    """Says something that is not what was asked for, so that this can go into a file."""
-    typer.echo(line, err=True)
+    """Prints a remark on stderr, so that stdout can go into a file."""
+    echo(line, err=True)
 
 
 def _announce(submission: "Submission", *, local: bool, follow: bool) -> None:
     if submission.mode == "local" and not local:
-        typer.echo("there is no sbatch here: running on this machine")
+        echo("there is no sbatch here: running on this machine")
     for component, job_id in submission.job_ids.items():
-        typer.echo(f"{component + ':':<11}{job_id}")
-    typer.echo(f"run directory: {submission.run_dir}")
+        echo(f"{component + ':':<11}{job_id}")
+    echo(f"run directory: {submission.run_dir}")
     if follow:
         _follow_run(submission.run_dir)
     else:
-        typer.echo(f"next: relax-hpc status {_name(submission.run_dir)}")
+        echo(f"next: relax-hpc status {_name(submission.run_dir)}")
 
 
 def _name(run_dir: Path) -> str:
-    """Calls a run by its name where that is enough on the command line, else by its directory."""
+    """Returns a run's name if that is unique on the command line, else its directory."""
     try:
         found = find_run(run_dir.name)
     except ConfigError:  # several have it
@@ -302,15 +308,15 @@ def _name(run_dir: Path) -> str:
 
 
 def _follow_run(run_dir: Path) -> None:
-    """Shows the actor's steps as they come, then what the run has come to."""
+    """Shows the actor's steps as they come, then the result."""
     from relax_hpc.runs import report
     from relax_hpc.runs import status as run_status
 
     with going_on(_name(run_dir)):
         for line in report.progress(run_dir):
-            typer.echo(line)
+            echo(line)
     found = run_status.collect(run_dir)
-    typer.echo(report.text(found))
+    echo(report.text(found))
     if found.state != "COMPLETED":
         raise typer.Exit(1)
 
@@ -324,21 +330,34 @@ def _check_folder() -> None:
         ) from None
 
 
+class _Printable(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def main() -> None:
-    """Entry point: what we raise on purpose becomes one line and exit code 2, and so does a file
-    that the user may not read or write."""
+    """Entry point: our own errors, and files without permission, become one line and exit code
+    2."""
+    text.enter()
+    text.print_anything()
     os.umask(permissions.UMASKS["none"])  # of what a command writes beside or into a run
     is_plain = bool(os.environ.get("NO_COLOR"))
     if is_plain:  # rich alone would still print bold and dim
         rich_utils.COLOR_SYSTEM = None
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Printable())
     try:
         _check_folder()
-        app(prog_name="relax-hpc")
+        with use_private_folder(os.environ):
+            app(prog_name="relax-hpc")
     except (RelaxError, PermissionError) as error:
         if isinstance(error, PermissionError) and error.filename is None:
             raise  # it is about no file
         said = str(error) if isinstance(error, RelaxError) else permissions.refusal(error)
         colours: Literal["auto"] | None = None if is_plain else "auto"
         console = Console(stderr=True, soft_wrap=True, color_system=colours)
-        console.print(Text(said, style="red"))
+        console.print(Text(printable(said), style="red"))
         sys.exit(2)
+    except Exception:  # noqa: BLE001 - a mistake of ours, in words that may be of others
+        echo(traceback.format_exc().rstrip(), err=True)
+        sys.exit(1)

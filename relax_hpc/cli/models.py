@@ -1,4 +1,4 @@
-"""Commands that make what a job is given: models, and prompts."""
+"""Commands that make models and prompts."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 import typer
 
 from relax_hpc.cli.arguments import run_dir_of
+from relax_hpc.cli.lines import echo
+from relax_hpc.runtime.files import permissions
 
 models = typer.Typer()
 
@@ -25,7 +27,7 @@ def make_tiny(
             "a Qwen3-Omni and images, and sounds, whose pitch is asked for."
         ),
     ] = "text",
-    digits: Annotated[int, typer.Option(help="Of each summand.", min=1, max=6)] = 2,
+    digits: Annotated[int, typer.Option(help="Digits of each summand.", min=1, max=6)] = 2,
     seed: int = 0,
     target: Annotated[
         float, typer.Option(help="Held-out accuracy of sums or programs to start RL from.")
@@ -34,16 +36,16 @@ def make_tiny(
     """Make a tiny policy and a task to try everything with: offline, in a minute."""
     import torch
 
+    from relax_hpc.cli.demo.make_tiny import make, make_seeing
+
     torch.set_num_threads(1)  # the model is too small to share out
-    if kind == "text" or kind == "code":
-        from relax_hpc.demo.make_tiny import make
-
-        made = make(folder, kind=kind, digits=digits, seed=seed, target=target, progress=typer.echo)
-    else:
-        from relax_hpc.demo import make_tiny_vl
-
-        made = make_tiny_vl.make(folder, kind=kind, seed=seed, progress=typer.echo)
-    typer.echo(f"{folder}: {made}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with permissions.hold_folder(folder) as there:
+        if kind == "text" or kind == "code":
+            made = make(there, kind=kind, digits=digits, seed=seed, target=target, progress=echo)
+        else:
+            made = make_seeing(there, kind=kind, seed=seed, progress=echo)
+    echo(f"{folder}: {made}")
 
 
 @models.command(
@@ -55,23 +57,23 @@ def convert(
     what: Annotated[str, typer.Argument(help="A run, a checkpoint, or a Hugging Face folder.")],
     to: Annotated[str, typer.Option(help="hf, megatron, or peft: adapters.")],
     out: Annotated[Path | None, typer.Option(help="Is made; by default in the run, hf/.")] = None,
-    step: Annotated[int | None, typer.Option(help="Of a run; the newest if not given.")] = None,
+    step: Annotated[int | None, typer.Option(help="Step of a run; default is the newest.")] = None,
     model: Annotated[
         Path | None, typer.Option(help="Lends config.json and tokenizer; the run's by default.")
     ] = None,
 ) -> None:
     """Convert weights between checkpoints and Hugging Face folders, a tensor at a time, no GPU."""
-    from relax_hpc.engines import optional_packages
-    from relax_hpc.engines.megatron import cpu
+    from relax_hpc.runtime import devices
+    from relax_hpc.trainer.megatron import cpu
 
-    optional_packages.hush()
+    devices.hush()
     cpu.install()
-    from relax_hpc.checkpoints import convert as conversion
+    from relax_hpc.trainer.checkpoints import convert as conversion
 
     folder = Path(what)
     if not folder.exists():
         folder = run_dir_of(what)
-    typer.echo(conversion.convert(folder, to, out=out, step=step, model=model))
+    echo(conversion.convert(folder, to, out=out, step=step, model=model))
 
 
 @models.command(epilog="Example:  relax-hpc prepare gsm8k --from downloads/gsm8k --out data/gsm8k")
@@ -89,10 +91,10 @@ def prepare(
     ] = 500,
 ) -> None:
     """Make prompts of a public data set: the same ones from the same files."""
-    from relax_hpc.preparation import prepare as preparation
+    from relax_hpc.cli import prepare as preparation
 
     made = preparation.prepare(name, source, out, heldout=heldout)
-    typer.echo(
+    echo(
         f"{out}: {made.train} prompts to train on, {made.heldout} held out; "
         f"{made.repeated} that came before were left out"
     )

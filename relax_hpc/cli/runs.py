@@ -1,4 +1,4 @@
-"""Commands that look at a run, or end it."""
+"""Commands that show, draw, export or end a run, and show its prompts and responses."""
 
 import shutil
 import sys
@@ -6,15 +6,35 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from relax_hpc.cli.arguments import AsJson, Ended, Local, Overrides, Run, going_on, run_dir_of
+from relax_hpc.cli import completion
+from relax_hpc.cli.arguments import (
+    AsJson,
+    Ended,
+    Local,
+    Overrides,
+    Run,
+    going_on,
+    own_run_dir_of,
+    run_dir_of,
+)
+from relax_hpc.cli.lines import echo
+from relax_hpc.config.run import Service
+from relax_hpc.errors import ConfigError
+from relax_hpc.runs.viewer import By, GroupQuery, Sort
+from relax_hpc.runtime.files import permissions
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.text import argument
 
 runs = typer.Typer()
 
 
 @runs.command("ls", epilog="Examples:  relax-hpc ls  |  relax-hpc ls --json | jq '.[].state'")
 def list_runs(
-    last: Annotated[int, typer.Option("-n", "--last", min=1, help="So many, the newest.")] = 20,
+    last: Annotated[
+        int, typer.Option("-n", "--last", min=1, help="Show only this many, the newest.")
+    ] = 20,
     as_json: AsJson = False,
 ) -> None:
     """List my runs: state, step, reward, age."""
@@ -24,13 +44,13 @@ def list_runs(
     found = known_runs.everywhere()
     rows = overview.collect(found, last=last)
     if as_json:
-        typer.echo(overview.to_json(rows))
+        echo(overview.to_json(rows))
     elif rows:
-        typer.echo(overview.text(rows))
+        echo(overview.text(rows))
     else:
-        typer.echo("no runs yet; start one: relax-hpc submit JOB")
+        echo("no runs yet; start one: relax-hpc submit JOB")
     if len(found) > last and not as_json:
-        typer.echo(f"and up to {len(found) - last} older ones: relax-hpc ls -n {len(found)}")
+        echo(f"and up to {len(found) - last} older ones: relax-hpc ls -n {len(found)}")
 
 
 @runs.command(epilog="Example:  relax-hpc status arithmetic --json | jq .progress.trajectories")
@@ -41,9 +61,9 @@ def status(run: Run, as_json: AsJson = False) -> None:
 
     found = run_status.collect(run_dir_of(run))
     if as_json:
-        typer.echo(found.to_json())
+        echo(found.to_json())
     else:
-        typer.echo(report.text(found))
+        echo(report.text(found))
 
 
 @runs.command(epilog="Example:  relax-hpc watch arithmetic")
@@ -52,8 +72,6 @@ def watch(run: Run) -> None:
 
     Until it is over, or Ctrl-C; the run goes on. Not on a terminal: once.
     """
-    from rich.console import Console
-
     from relax_hpc.runs import screen
 
     run_dir = run_dir_of(run)
@@ -70,11 +88,16 @@ def logs(
     component: Annotated[
         str | None,
         typer.Option(
-            "--component", "--role", help="Only of this one; job: the script.", show_default=False
+            "--component",
+            "--role",
+            help="Only of this one; job: the script.",
+            show_default=False,
+            autocompletion=completion.names_of_components,
         ),
     ] = None,
     last: Annotated[
-        int | None, typer.Option("-n", "--last", min=0, help="So many lines, the newest.")
+        int | None,
+        typer.Option("-n", "--last", min=0, help="Print only this many lines, the newest."),
     ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on as the run goes on, until Ctrl-C.")
@@ -88,10 +111,8 @@ def logs(
     A terminal shows a step in one line; elsewhere lines are as they were written. What would
     act on a terminal, as colours do, is shown by a picture of it.
     """
-    from relax_hpc.printable import printable
-    from relax_hpc.runs import log_text
     from relax_hpc.runs import logs as run_logs
-    from relax_hpc.runs.watching import Watch
+    from relax_hpc.runs.status import Watch
 
     run_dir = run_dir_of(run)
     lines = (
@@ -99,14 +120,14 @@ def logs(
         if follow
         else run_logs.lines(run_dir, component, last=last)
     )
-    ours = log_text.Filter()
+    ours = run_logs.Filter()
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() and not everything else None
     with going_on(run):
         for line in lines if everything else ours(lines):
             raw = f"{line.source}: {line.text}"
-            typer.echo(printable(raw if width is None else log_text.short(line, width)))
+            echo(raw if width is None else run_logs.short(line, width))
     if ours.left_out:
-        typer.echo(f"left out: warnings of libraries, {ours.left_out}; --all shows them", err=True)
+        echo(f"left out: warnings of libraries, {ours.left_out}; --all shows them", err=True)
 
 
 @runs.command(epilog="Example:  relax-hpc timeline arithmetic --steps 10:20 --out timeline.png")
@@ -114,7 +135,8 @@ def timeline(
     run: Run,
     steps: Annotated[str, typer.Option(help="FIRST:LAST; either may be left out.")] = ":",
     out: Annotated[
-        Path | None, typer.Option(help="The picture; timeline.png in the run if not given.")
+        Path | None,
+        typer.Option(help="The picture; timeline.png in the run, if that is yours alone."),
     ] = None,
     start: Annotated[
         bool, typer.Option(help="Tell of the start, too, if the first of these steps follows one.")
@@ -123,23 +145,23 @@ def timeline(
 ) -> None:
     """Tell where the time of a run goes: a table, and a picture of who worked and who waited."""
     import json
+    from functools import partial
 
-    from relax_hpc.paths import RunPaths
-    from relax_hpc.telemetry import picture as pictures
-    from relax_hpc.telemetry import timeline as timelines
-    from relax_hpc.telemetry import timeline_plot
+    from relax_hpc.runtime.telemetry import picture as pictures
+    from relax_hpc.runtime.telemetry import timeline as timelines
 
     run_dir = run_dir_of(run)
+    if out is None:
+        permissions.check_change(RunPaths(run_dir), "say with --out where the picture is to be")
     first, last = timelines.parse_steps(steps)
     pictures.check(out or RunPaths(run_dir).timeline)
     found = timelines.read(run_dir, first=first, last=last)
     found = found if start else found._replace(start=None)
     numbers = timelines.summary(found)
-    typer.echo(
-        json.dumps(numbers.to_json(), allow_nan=False) if as_json else timelines.text(numbers)
-    )
-    picture = timeline_plot.plot([found], out or RunPaths(run_dir).timeline)
-    typer.echo(f"picture: {picture}", err=as_json)
+    echo(json.dumps(numbers.to_json(), allow_nan=False) if as_json else timelines.text(numbers))
+    save = partial(pictures.save_as_named, in_run=out is None)
+    picture = timelines.plot([found], out or RunPaths(run_dir).timeline, save)
+    echo(f"picture: {picture}", err=as_json)
 
 
 @runs.command(
@@ -161,9 +183,9 @@ def replay(
 
     found = run_replay.replay(
         run_dir_of(run), step, overrides=overrides, local=local, ended=ended,
-        say=lambda line: typer.echo(line, err=True),
+        say=lambda line: echo(line, err=True),
     )  # fmt: skip
-    typer.echo(found.to_json() if as_json else run_replay.text(found))
+    echo(found.to_json() if as_json else run_replay.text(found))
     if not found.is_equal:
         raise typer.Exit(1)
 
@@ -171,15 +193,141 @@ def replay(
 @runs.command(epilog="Example:  relax-hpc cancel arithmetic")
 def cancel(run: Run) -> None:
     """End every job that a run started, and nothing else; say what each was doing."""
-    from relax_hpc.boards import finish
-    from relax_hpc.paths import RunPaths
-    from relax_hpc.printable import argument
     from relax_hpc.runs import cancel as run_cancel
     from relax_hpc.runs import overview
+    from relax_hpc.runs.boards import finish
 
-    run_dir = run_dir_of(run)
-    run_cancel.cancel(run_dir, typer.echo)
+    run_dir = own_run_dir_of(run)
+    run_cancel.cancel(run_dir, echo)
     finish.complete_if_over(run_dir)
     paths = RunPaths(run_dir)
     done = f"{overview.newest_step(paths).get('step', 0)} of {overview.num_steps_of(paths)}"
-    typer.echo(f"steps done: {done}; relax-hpc status {argument(run)} says more")
+    echo(f"steps done: {done}; relax-hpc status {argument(run)} says more")
+
+
+boards = typer.Typer()
+
+
+@boards.command(epilog="Example:  relax-hpc report arithmetic")
+def report(run: Run) -> None:
+    """Write the summary, the picture of the curve and TensorBoard of a run, as far as it is."""
+    from relax_hpc.runs.boards import finish
+
+    run_dir = own_run_dir_of(run)
+    is_over = finish.report(run_dir)
+    paths = RunPaths(run_dir)
+    echo(f"summary:     {paths.summary}")
+    for picture in (paths.reward_curve, paths.loss_curve):
+        if picture.exists():
+            echo(f"curve:       {picture}")
+    kept = "" if is_over else "   (its job keeps it up to date)"
+    echo(f"tensorboard: tensorboard --logdir {argument(paths.tensorboard)}{kept}")
+
+
+@boards.command(epilog="Example:  relax-hpc export wandb arithmetic --offline")
+def export(
+    service: Annotated[Service, typer.Argument(help="Where to.", show_default=False)],
+    run: Run,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Write it below the run directory, send nothing.")
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on as the run goes on; Ctrl-C leaves.")
+    ] = False,
+    uri: Annotated[
+        str | None,
+        typer.Option("--tracking-uri", help="Server of MLflow, in place of the job's."),
+    ] = None,
+) -> None:
+    """Send the curves of a run to a service: what it does not have yet."""
+    from relax_hpc.runs.boards import export as exports
+
+    run_dir = own_run_dir_of(run)
+    found = exports.send(run_dir, service, offline=offline, follow=follow, uri=uri)
+    echo(f"{service}: run {found.id}, up to step {found.step}")
+    for folder in sorted(run_dir.glob("wandb/offline-run-*")) if service == "wandb" else ():
+        echo(f"to send it: wandb sync --append {folder}")
+    if service == "mlflow" and offline:
+        uri = f"sqlite:///{run_dir.absolute()}/mlflow.db"
+        echo(f"to look at it: mlflow ui --backend-store-uri {uri}")
+
+
+viewer = typer.Typer()
+
+Guid = Annotated[int | None, typer.Option(help="Only this prompt group.", show_default=False)]
+Step = Annotated[
+    int | None, typer.Option(help="Only what this step is trained on.", show_default=False)
+]
+Tokens = Annotated[
+    int, typer.Option(min=2, help="Most tokens shown of a text, its beginning and end.")
+]
+Count = Annotated[int, typer.Option("--groups", min=1, help="Prompt groups at most.")]
+
+
+@viewer.command(epilog="Example:  relax-hpc view arithmetic --sort worst --groups 8")
+def view(
+    run: Run,
+    out: Annotated[
+        Path | None, typer.Option(help="The page; view.html in the run, if that is yours alone.")
+    ] = None,
+    sort: Annotated[
+        Sort,
+        typer.Option(help="Which come first; flipped: prompts that went from wrong to right."),
+    ] = "newest",
+    groups: Count = 16,
+    step: Step = None,
+    guid: Guid = None,
+    by: Annotated[By, typer.Option(help="Meaning of the colours of tokens.")] = "logprob",
+    tokens: Tokens = 1000,
+    text: Annotated[bool, typer.Option("--text", help="Print it instead.")] = False,
+) -> None:
+    """Write a page of trajectories: siblings side by side, every token coloured."""
+    from relax_hpc.runs.viewer import output
+    from relax_hpc.runs.viewer.run import RunViewer
+
+    if step is not None and guid is not None:
+        raise ConfigError("--step and --guid: give one of them")
+    if sort == "flipped" and (step is not None or guid is not None):
+        raise ConfigError("--sort flipped: compares steps; leave --step and --guid out")
+    run_dir = run_dir_of(run)
+    if out is None and not text:
+        permissions.check_change(RunPaths(run_dir), "say with --out where the page is to be")
+    sight = RunViewer(run_dir)
+    found = sight.view(GroupQuery(sort, groups, step, guid), tokens)
+    if text:
+        output.show(Console(), found.groups, by)
+    for remark in found.remarks:
+        echo(remark, err=True)
+    if text:
+        return
+    target = out or RunPaths(run_dir).view
+    head = output.PageHeader(run_dir.resolve().name, by, found.remarks, sight.solved_at)
+    count = output.write(target, head, found.groups, in_run=out is None)
+    echo(f"{target}: {count} prompt groups")
+
+
+@viewer.command(epilog="Example:  relax-hpc peek arithmetic --follow --groups 1")
+def peek(
+    run: Run,
+    groups: Count = 3,
+    tokens: Tokens = 200,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow", "-f", help="Go on as the run goes on; Ctrl-C leaves, and the run goes on."
+        ),
+    ] = False,
+) -> None:
+    """Print the newest prompts and responses with their rewards, while the run goes on."""
+    from relax_hpc.runs.status import Watch
+    from relax_hpc.runs.viewer import output
+    from relax_hpc.runs.viewer.run import RunViewer
+
+    run_dir = run_dir_of(run)
+    sight = RunViewer(run_dir)
+    until = Watch(run_dir).is_over if follow else (lambda: True)
+    with going_on(run):
+        for number, found in enumerate(sight.follow(groups, tokens, until=until)):
+            output.show(Console(), found.groups, by=None)
+            for remark in found.remarks if number == 0 else ():
+                echo(remark, err=True)

@@ -1,17 +1,20 @@
-"""`relax-hpc scale`: add engines to a run that is running, and remove them again."""
+"""`relax-hpc scale`: adds engines to a running run, and removes them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from relax_hpc.cli.arguments import AsJson, Run, run_dir_of
+from relax_hpc.cli.arguments import AsJson, Run, own_run_dir_of, run_dir_of
+from relax_hpc.cli.lines import PlainGroup, echo
 
 if TYPE_CHECKING:
-    from relax_hpc.scale.requests import Asked
+    from relax_hpc.runs.scale.requests import ScaleResponse
 
 scale = typer.Typer(
-    no_args_is_help=True, help="Add rollout engines to a run that is running, and remove them."
+    cls=PlainGroup,
+    no_args_is_help=True,
+    help="Add rollout engines to a run that is running, and remove them.",
 )
 
 _DRAIN_S = 300.0
@@ -25,7 +28,7 @@ Wait = Annotated[bool, typer.Option("--wait", help="Return when it is done; exit
 )
 def scale_out(
     run: Run,
-    engines: Annotated[int, typer.Option(help="That the run shall have in all.")],
+    engines: Annotated[int, typer.Option(help="Total number of engines of the run.")],
     transport: Annotated[
         str | None,
         typer.Option(help="collective, or files without a fabric; else weights.transport."),
@@ -33,9 +36,9 @@ def scale_out(
     wait: Wait = False,
 ) -> None:
     """Add engines in nodes that the run holds and does not use (resources.max_nodes)."""
-    from relax_hpc.scale import requests as scaling
+    from relax_hpc.runs.scale import requests as scaling
 
-    run_dir = run_dir_of(run)
+    run_dir = own_run_dir_of(run)
     _tell(run_dir, scaling.out(run_dir, engines, transport), wait=wait)
 
 
@@ -46,7 +49,7 @@ def scale_out(
 )
 def scale_in(
     run: Run,
-    engines: Annotated[int | None, typer.Option(help="That the run shall have in all.")] = None,
+    engines: Annotated[int | None, typer.Option(help="Total number of engines of the run.")] = None,
     member: Annotated[str | None, typer.Option(help="An added engine, see scale list.")] = None,
     drain: Annotated[
         float, typer.Option(min=0, help="Seconds for its requests to end; then others go on.")
@@ -54,9 +57,9 @@ def scale_in(
     wait: Wait = False,
 ) -> None:
     """Remove added engines, the newest first; those the run started with stay."""
-    from relax_hpc.scale import requests as scaling
+    from relax_hpc.runs.scale import requests as scaling
 
-    run_dir = run_dir_of(run)
+    run_dir = own_run_dir_of(run)
     asked = scaling.scale_in(run_dir, engines=engines, member=member, drain_s=drain)
     _tell(run_dir, asked, wait=wait)
 
@@ -64,14 +67,14 @@ def scale_in(
 @scale.command("cancel", epilog="Example:  relax-hpc scale cancel arithmetic")
 def scale_cancel(run: Run, wait: Wait = False) -> None:
     """Take back a scale out that is under way; engines it has started are ended."""
-    from relax_hpc.scale import requests as scaling
+    from relax_hpc.runs.scale import requests as scaling
 
-    run_dir = run_dir_of(run)
+    run_dir = own_run_dir_of(run)
     request = scaling.cancel(run_dir)
-    typer.echo(f"{request}: is taken back")
+    echo(f"{request}: is taken back")
     if wait:
-        outcome = scaling.wait(run_dir, request).outcome
-        typer.echo(f"{request}: {outcome.state.lower()}")
+        outcome = scaling.wait(run_dir, request)
+        echo(f"{request}: {outcome.state.lower()}")
 
 
 @scale.command(
@@ -79,25 +82,25 @@ def scale_cancel(run: Run, wait: Wait = False) -> None:
 )
 def scale_list(run: Run, as_json: AsJson = False) -> None:
     """Engines of a run: state, node, version of the weights, requests they have now."""
-    from relax_hpc.scale import listing
+    from relax_hpc.runs.scale import requests
 
-    found = listing.collect(run_dir_of(run))
-    typer.echo(found.to_json() if as_json else listing.text(found))
+    found = requests.collect(run_dir_of(run))
+    echo(found.to_json() if as_json else requests.text(found))
 
 
-def _tell(run_dir: Path, asked: "Asked", *, wait: bool) -> None:
-    from relax_hpc.printable import argument, printable
-    from relax_hpc.scale import requests as scaling
+def _tell(run_dir: Path, asked: "ScaleResponse", *, wait: bool) -> None:
+    from relax_hpc.runs.scale import requests as scaling
+    from relax_hpc.runtime.text import argument
 
     if asked.request is None:
-        typer.echo(f"nothing to do: the run has {asked.engines} engines")
+        echo(f"nothing to do: the run has {asked.engines} engines")
         return
-    typer.echo(f"{asked.request}: {'is under way already' if asked.repeated else 'is begun'}")
+    echo(f"{asked.request}: {'is under way already' if asked.repeated else 'is begun'}")
     if not wait:
-        typer.echo(f"next: relax-hpc scale list {argument(run_dir)}")
+        echo(f"next: relax-hpc scale list {argument(run_dir)}")
         return
-    outcome = scaling.wait(run_dir, asked.request).outcome
+    outcome = scaling.wait(run_dir, asked.request)
     said = f"{asked.request}: {outcome.state.lower()}{outcome.reason and ': '}{outcome.reason}"
-    typer.echo(printable(said))
+    echo(said)
     if outcome.state != "DONE":
         raise typer.Exit(1)

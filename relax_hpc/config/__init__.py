@@ -1,6 +1,6 @@
-"""One run, described once: hand-written TOML in, resolved JSON in the run directory out.
+"""Describes a run as validated TOML, and as resolved JSON in the run directory.
 
-Reading a job never imports an engine: `engines.NAME.args`, `transformer`, `optimizer.ddp` and
-`optimizer.megatron` are pass-through tables, checked by SGLang's parser and Megatron-core's classes
-before anything is queued.
+Reading a job never imports an engine: `engines.NAME.args`, `transformer`, `actor.optimizer.ddp` and
+`actor.optimizer.megatron` are pass-through tables, checked by SGLang's parser and Megatron-core's
+classes before anything is queued.
 """

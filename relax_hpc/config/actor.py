@@ -1,42 +1,43 @@
-"""The trainer, and the reference that its policy is compared with."""
+"""Configures the trainer, and the models beside it: reference, teachers and critic."""
 
 import math
-from typing import Any, ClassVar, Literal, Self
+import string
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from relax_hpc.config.layout import FrozenPart, Layout, MegatronConfig
-from relax_hpc.config.model import LoraConfig, ModelConfig
-from relax_hpc.config.optimizer import OptimizerConfig
-from relax_hpc.config.saving import SavingConfig
-from relax_hpc.sections import (
-    NonNegative,
-    Resources,
-    Section,
-    UserPath,
+from relax_hpc.config.model import (
+    FrozenPart,
+    Layout,
+    LoraConfig,
+    MegatronConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SavingConfig,
 )
+from relax_hpc.schema import TEACHERS, columns_of
+from relax_hpc.sections import NAME, NonNegative, Number, Resources, Section, UserPath
 
 _PORTION = 4
-"""Micro-batches of a data-parallel rank that are worth starting on."""
+"""Micro-batches per data-parallel rank that justify an early start."""
 
 
 class ActorConfig(Section, SavingConfig, MegatronConfig):
-    section: ClassVar[str] = "actor"
-
     portion_micro_batches: NonNegative | None = None
     """Training starts on a part of a batch once every data-parallel rank can fill this many
     micro-batches; 0 waits for the whole batch. The update is the same. Unset is 4, or the whole
-    batch where the algorithm needs it."""
+    batch if the algorithm needs it."""
     frozen: list[FrozenPart] = []
-    """Parts that do not learn, of a model that sees or hears: a tower, the matrices from its
-    outputs to features, the rest. They have no gradient and no moments."""
+    """Parts of a vision or audio model that do not learn: an encoder, the matrices from its outputs
+    to features, or the rest. They have no gradient and no moments."""
     lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     resources: Resources = Resources()
 
     @property
     def tokens_per_portion(self) -> float:
-        """Tokens of a batch that are worth starting on before the rest is there."""
+        """Tokens of a batch that justify an early start."""
         count = _PORTION if self.portion_micro_batches is None else self.portion_micro_batches
         if not count:
             return math.inf
@@ -45,19 +46,20 @@ class ActorConfig(Section, SavingConfig, MegatronConfig):
 
 
 class ReferenceConfig(Section):
-    """The policy that the KL term compares with."""
+    """The policy for the KL term."""
 
     placement: Literal["none", "actor", "own"] = "none"
     """Component that computes ref_logprobs. actor: the trainer, which swaps its weights with a copy
-    in host memory. own: a component of its own, `resources` says where. none: there is no
+    in host memory. own: a separate component on its own `resources`. none: there is no
     reference."""
     path: UserPath | None = None
     """Hugging Face folder of the reference; unset is model.path, the policy before the first step.
-    Of the same tokenizer, and with placement "actor" of the same shape."""
+    It needs the same tokenizer, and with placement "actor" the same shape."""
     refresh_every: NonNegative = 0
-    """Steps after which the current policy becomes the reference; 0 never. Placement "actor"."""
+    """Steps between replacing the reference by the current policy; 0 is never. Needs placement
+    "actor"."""
     layout: Layout | None = None
-    """Layout of its own ranks, as the actor's; unset is the actor's. Placement "own"."""
+    """Layout of its ranks; unset is the actor's. Needs placement "own"."""
     resources: Resources = Resources()
 
     @model_validator(mode="after")
@@ -75,17 +77,109 @@ class ReferenceConfig(Section):
         return self
 
     def megatron(self, actor: ActorConfig) -> MegatronConfig:
-        """Returns how a component of its own computes: as the actor does, in its layout if it has
-        one."""
-        of_actor: dict[str, Any] = {key: getattr(actor, key) for key in MegatronConfig.model_fields}
-        return _ReferenceMegatron(**of_actor | {"layout": self.layout or actor.layout})
+        """Returns the settings of a separate component: the actor's, with its own layout if set."""
+        return actor.beside("reference", self.layout)
 
     def model(self, trained: ModelConfig) -> ModelConfig:
-        """Returns the model whose weights they are; the one that training starts with if unset."""
-        if self.path is None:
-            return trained
-        return trained.model_copy(update={"path": self.path, "weights": None})
+        """Returns the reference's model; the initial policy if unset."""
+        return trained.beside(self.path)
 
 
-class _ReferenceMegatron(MegatronConfig):
-    section: ClassVar[str] = "reference"
+def fields_of(prompt: str) -> list[str]:
+    """Returns the names in braces, in order.
+
+    Raises:
+        ValueError: unbalanced braces, or more than a name in them.
+    """
+    found = [(name, spec, how) for _, name, spec, how in string.Formatter().parse(prompt)]
+    if any(spec or how for _, spec, how in found):
+        raise ValueError("has more than a name in braces; write {{ and }} for braces")
+    return [name for name, _, _ in found if name is not None]
+
+
+def _with_fields(prompt: str) -> str:
+    if not prompt:
+        return prompt
+    try:
+        names = fields_of(prompt)
+    except ValueError as error:
+        raise ValueError(f"{error}; write {{{{ and }}}} for braces") from None
+    if "prompt" not in names or "" in names:
+        raise ValueError("leaves the prompt out; write {prompt} where it is to stand")
+    return prompt
+
+
+class TeacherConfig(Section):
+    """A teacher, as a separate component."""
+
+    path: UserPath | None = None
+    """Hugging Face folder of the teacher, with the same tokenizer; unset is the initial policy,
+    which needs `prompt`."""
+    sources: list[Annotated[str, Field(min_length=1)]] = []
+    """Names of `prompts.sources` whose prompts it teaches; a single teacher has all of them."""
+    prompt: Annotated[str, AfterValidator(_with_fields)] = ""
+    """Text that it sees in place of the prompt: {prompt} is the policy's prompt, {answer} the
+    answer, other names in braces are fields of the row. Unset is the prompt."""
+    layout: Layout | None = None
+    """Layout of its ranks; unset is the actor's."""
+    resources: Resources = Resources()
+
+    def model(self, trained: ModelConfig) -> ModelConfig:
+        """Returns its model; `trained` is the policy's."""
+        return trained.beside(self.path)
+
+    def megatron(self, actor: MegatronConfig, name: str) -> MegatronConfig:
+        """Returns the settings of teacher `name`: the actor's, with its own layout if set."""
+        return actor.beside(f"teachers.{name}", self.layout)
+
+
+Teachers = dict[Annotated[str, Field(pattern=NAME, max_length=100)], TeacherConfig]
+
+
+def component_of(name: str) -> str:
+    return f"teacher-{name}"
+
+
+def columns_by_teacher(teachers: Mapping[str, TeacherConfig]) -> dict[str, str]:
+    """Maps each teacher to its column."""
+    pairs = zip(teachers, TEACHERS, strict=False)
+    return {name: next(iter(columns_of(role))) for name, role in pairs}
+
+
+class CriticConfig(Section):
+    """The critic, as a separate component; without this table there is none."""
+
+    path: UserPath | None = None
+    """Hugging Face folder of the model under the value head, with the same tokenizer; unset is
+    model.path."""
+    weights: UserPath | None = None
+    """A checkpoint with its initial weights: of a critic, with its head, or of a policy. Unset is
+    model.weights if `path` is unset, else the weights in `path`."""
+    lr: Annotated[Number, Field(gt=0)] = 1e-5
+    """Adam's learning rate after the warm-up; the rest of its optimizer is set by
+    `actor.optimizer`."""
+    warmup_steps: NonNegative = 0
+    """First steps of the run that train only the critic; warm-up and decay of the policy's learning
+    rate begin after them."""
+    value_clip: Annotated[Number, Field(ge=0)] = 0.2
+    """Largest change of a value from the batch's that can reduce the loss; 0 does not clip."""
+    returns_lambda: Annotated[Number, Field(ge=0, le=1)] = 1.0
+    """Lambda of its targets; 1 uses the rewards alone, whatever the values were."""
+    layout: Layout | None = None
+    """Layout of its ranks; unset is the actor's."""
+    resources: Resources = Resources()
+
+    def model(self, trained: ModelConfig) -> ModelConfig:
+        """Returns its initial model; `trained` is the policy's."""
+        return trained.beside(self.path, self.weights)
+
+    def megatron(self, actor: MegatronConfig) -> MegatronConfig:
+        """Returns its settings: the actor's, with its own layout if set."""
+        return actor.beside("critic", self.layout)
+
+    def optimizer(self, actor: OptimizerConfig) -> OptimizerConfig:
+        return actor.model_copy(update={"lr": self.lr})
+
+    def saving(self, actor: SavingConfig) -> SavingConfig:
+        """Returns the actor's checkpoint settings."""
+        return SavingConfig(save_every=actor.save_every, keep_checkpoints=actor.keep_checkpoints)

@@ -1,4 +1,4 @@
-"""Pools of engines: `[engines.NAME]` declares one, and whoever samples names it."""
+"""Configures pools of engines: `[engines.NAME]` declares one, and users refer to it by name."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,11 +13,13 @@ from relax_hpc.sections import (
 )
 
 ROLLOUT = "rollout"
-"""The pool that samples what is trained on. Every job has it."""
+"""The pool that samples training data. Every job has it."""
+OWN_UNDER_LEASE = ("python", "setup", "srun", "cpus_per_task")
+"""Fields of `engines.rollout.resources` that stay its own if it shares the actor's GPUs."""
 
 
 def follows_policy(name: str) -> bool:
-    """Whether a pool is given the actor's weights; any other stays as it was loaded."""
+    """Whether a pool gets the actor's weights; others keep those they loaded."""
     return name == ROLLOUT
 
 
@@ -30,28 +32,28 @@ class EnginePool(Section):
     """own: a component with nodes of its own. actor: on the actor's GPUs, which the two use in
     turn; `schedule.max_staleness` is 0 then, and `resources` are the actor's."""
     count: Positive = 1
-    """Engines of the pool when the job starts."""
+    """Number of engines when the job starts."""
     engines_per_task: Positive = 1
-    """Engines that a task of the component keeps, each on GPUs of its own: with all of a node, the
-    node has one task, which is one bus producer. An engine over several nodes has tasks alone."""
+    """Engines per task, each on its own GPUs. With all engines of a node, the node has one task,
+    which is one bus producer. An engine over several nodes has tasks alone."""
     nodes_per_engine: Positive = 1
-    """Above 1, an engine spans that many nodes, with one task on each; `kind` is sglang then."""
+    """Above 1, an engine spans that many nodes, with one task on each; needs `kind` sglang."""
     max_running_requests: Positive = 256
-    """Trajectories an engine decodes at once."""
+    """Trajectories that an engine decodes at once."""
     start_timeout_s: Positive = 900
-    """An engine that is not healthy after this many seconds has failed to start."""
+    """Seconds in which an engine must become healthy; otherwise its start has failed."""
     hang_timeout_s: Positive = 120
-    """An engine that says nothing for this many seconds, outside an update, is started again."""
+    """Seconds of silence, outside an update, after which an engine is restarted."""
     drain_slow: bool = False
-    """A task gives an engine nothing new for ten minutes if that samples less than half as fast as
-    the median of its engines, of three or more."""
+    """A task gives an engine nothing new for ten minutes if it samples less than half as fast as
+    the median of its engines. Needs three or more."""
     args: PassThrough = {}
     """Passed to the engine's own parser, e.g. mem_fraction_static = 0.8 for SGLang."""
     resources: Resources = Resources()
 
     @property
     def num_hosts(self) -> int:
-        """Tasks that can be asked: of an engine over several nodes it is the first."""
+        """Tasks that answer requests: for an engine over several nodes the first."""
         return self.count // self.engines_per_task
 
     @property
@@ -60,62 +62,12 @@ class EnginePool(Section):
 
     @property
     def is_apart(self) -> bool:
-        """Whether no engine is on two nodes."""
+        """Whether no engine spans two nodes."""
         return self.nodes_per_engine == 1
 
 
-def check(name: str, pool: EnginePool) -> None:
-    """Checks a pool for itself.
-
-    Raises:
-        ValueError: a combination that cannot be run; says what can.
-    """
-    key = f"engines.{name}"
-    _check_weights(key, name, pool)
-    per_task = f"{key}.engines_per_task = {pool.engines_per_task}"
-    if pool.count % pool.engines_per_task:
-        raise ValueError(f"{per_task}: does not divide {key}.count = {pool.count}; use a divisor")
-    if pool.engines_per_task > 1 and pool.nodes_per_engine > 1:
-        raise ValueError(
-            f"{per_task}: an engine over {pool.nodes_per_engine} nodes ({key}.nodes_per_engine) "
-            "has a task on each of them for itself; use 1"
-        )
-    if pool.nodes_per_engine == 1:
-        return
-    spread = f"{key}.nodes_per_engine = {pool.nodes_per_engine}"
-    if pool.kind != "sglang":
-        raise ValueError(
-            f"{spread}: the embedded engine is one process; use {key}.kind = 'sglang', or 1"
-        )
-    if pool.resources.nodes != pool.num_tasks:
-        raise ValueError(
-            f"{spread}: {pool.count} engines take {pool.num_tasks} nodes of their own; "
-            f"set {key}.resources.nodes to it"
-        )
-
-
-def _check_weights(key: str, name: str, pool: EnginePool) -> None:
-    if follows_policy(name) and pool.model is not None:
-        raise ValueError(
-            f"{key}.model = '{pool.model}': its weights follow the policy, whose model is "
-            "model.path; leave it out"
-        )
-    if follows_policy(name):
-        return
-    if pool.placement != "own":
-        raise ValueError(
-            f"{key}.placement = {pool.placement!r}: only the pool that follows the policy shares "
-            "the actor's GPUs; use 'own'"
-        )
-    if pool.resources.max_nodes is not None:
-        raise ValueError(
-            f"{key}.resources.max_nodes = {pool.resources.max_nodes}: engines are added to the "
-            f"pool {ROLLOUT} only; remove it"
-        )
-
-
 def _with_rollout(tables: Any) -> Any:  # noqa: ANN401
-    """Every job has the pool that follows the policy; others stay as they are."""
+    """Adds the pool `rollout`, which every job has."""
     if not isinstance(tables, dict):
         return tables
     return {ROLLOUT: {}} | tables

@@ -1,4 +1,4 @@
-"""The keys of a job as they are declared: name, type, default and text, for pages and `--help`."""
+"""Lists the keys of a job with type, default and text, for pages and `--help`."""
 
 import json
 import types
@@ -11,34 +11,32 @@ from pydantic_core import PydanticUndefined
 
 from relax_hpc.algorithms import table
 from relax_hpc.algorithms.algorithm import Algorithm
-from relax_hpc.config.layout import Layout
+from relax_hpc.config.model import Layout
 from relax_hpc.config.prompts import Columns, PromptsConfig
-from relax_hpc.sections import Request, Resources, SharedResources, WholeJob
+from relax_hpc.sections import Resources, SharedResources, SlurmRequest, WholeJob
 
 TOLD_ONCE: dict[str, type[BaseModel]] = {"layout": Layout, "resources": Resources}
-"""Sections that several components have: name -> what each of them holds."""
+"""Sections shared by several components: name -> class."""
 
 _MANY = 5
-"""Parts of an algorithm of which it is not said by name that they have a setting."""
+"""From this many parts of an algorithm on, their names are not listed."""
 
 
 class Key(NamedTuple):
     """One setting of a job."""
 
     name: str
-    """Dotted; a name in <> is the user's own."""
+    """Dotted; a name in <> is user-defined."""
     type: str
     default: str
-    """The default as TOML writes it; "required", or "" where leaving it out means something of its
-    own."""
+    """The default in TOML; "required", or "" if leaving it out has its own meaning."""
     text: str
 
 
 def keys_of(job: type[BaseModel]) -> list[Key]:
-    """The settings of a kind of job, in the order in which they are declared.
+    """Returns the settings of a kind of job, in order of declaration.
 
-    A section of `TOLD_ONCE` is one key: what it holds is the same everywhere, see `keys_of` of its
-    class.
+    A section of `TOLD_ONCE` is one key; use `keys_of` of its class for the contents.
     """
     return list(_keys(job, ""))
 
@@ -50,7 +48,7 @@ def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:
             yield from _keys_of_parts(field, f"{dotted}.", dict(table.names_of(name)))
             continue
         inner, of_table = _sections(field.annotation)
-        is_told = any(issubclass(each, (Layout, Request)) for each in inner)
+        is_told = any(issubclass(each, (Layout, SlurmRequest)) for each in inner)
         is_told |= Columns in inner and section is not PromptsConfig
         if not inner or is_told:
             yield Key(dotted, _type(field), _default(field), _text(field))
@@ -69,7 +67,7 @@ def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:
 def _keys_of_parts(
     field: FieldInfo, prefix: str, parts: Mapping[str, type[BaseModel]]
 ) -> Iterator[Key]:
-    """The part's name, and each setting that one of them has, with what it is in which."""
+    """Yields the part's name, and each setting with its meaning in every part."""
     yield Key(f"{prefix}name", " | ".join(json.dumps(name) for name in parts), "", _text(field))
     found: dict[str, list[tuple[str, Key]]] = {}
     for name, part in parts.items():
@@ -84,7 +82,7 @@ def _keys_of_parts(
 
 
 def _text_of_parts(several: list[tuple[str, Key]], same_default: bool) -> str:
-    """Says what a setting is, and in which parts, without their names where they are many."""
+    """Describes a setting and its parts, without their names if there are many."""
     texts: dict[str, list[str]] = {}
     for name, key in several:
         default = "" if same_default else f" Default {key.default}."
@@ -97,7 +95,7 @@ def _text_of_parts(several: list[tuple[str, Key]], same_default: bool) -> str:
 
 
 def _sections(annotation: Any) -> tuple[list[type[BaseModel]], bool]:  # noqa: ANN401
-    """The sections that may stand there, and whether they stand in a table of named ones."""
+    """Returns the sections that an annotation allows, and whether it is a table of named ones."""
     origin, args = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation], False

@@ -1,49 +1,37 @@
-"""Keys of older jobs and of other trainers: refused, with what they are called here."""
+"""Maps keys of older jobs and of other trainers to the keys here, for error messages."""
 
 from collections.abc import Sequence
 
-MOVED: dict[str, str] = {
+
+def _below(old: str, new: str, keys: str) -> dict[str, str]:
+    return {f"{old}.{key}": f"{new}.{key}" for key in keys.split()}
+
+
+_OF_LAYOUT = (
+    "tensor_parallel pipeline_parallel virtual_pipeline context_parallel expert_parallel "
+    "expert_tensor_parallel data_parallel"
+)
+_OF_POOL = (
+    "engines_per_task nodes_per_engine placement max_running_requests start_timeout_s "
+    "hang_timeout_s resources"
+)
+MOVED = {
     "actor.ddp": "actor.optimizer.ddp",
-    "algorithm.num_steps": "schedule.num_steps",
-    "algorithm.prompts_per_step": "schedule.prompts_per_step",
-    "algorithm.max_staleness": "schedule.max_staleness",
-    "algorithm.over_age": "schedule.over_age",
-    "algorithm.max_logprob_gap": "weights.max_logprob_gap",
     "algorithm.name": "algorithm.preset",
-    "algorithm.clip_low": "algorithm.loss.clip_low",
-    "algorithm.clip_high": "algorithm.loss.clip_high",
+    "algorithm.max_logprob_gap": "weights.max_logprob_gap",
     "algorithm.importance_cap": "algorithm.correction.cap",
     "algorithm.kl_coefficient": "algorithm.kl.coefficient",
     "rollout.engine": "engines.rollout.kind",
     "rollout.num_engines": "engines.rollout.count",
-    "rollout.engines_per_task": "engines.rollout.engines_per_task",
-    "rollout.nodes_per_engine": "engines.rollout.nodes_per_engine",
-    "rollout.placement": "engines.rollout.placement",
-    "rollout.max_running_requests": "engines.rollout.max_running_requests",
-    "rollout.start_timeout_s": "engines.rollout.start_timeout_s",
-    "rollout.hang_timeout_s": "engines.rollout.hang_timeout_s",
     "rollout.engine_args": "engines.rollout.args",
-    "rollout.resources": "engines.rollout.resources",
     "prompts.heldout": "eval.heldout.path",
-    "eval.path": "eval.heldout.path",
-    "eval.every": "eval.heldout.every",
-    "eval.num_prompts": "eval.heldout.num_prompts",
-    "actor.tensor_parallel": "actor.layout.tensor_parallel",
-    "actor.pipeline_parallel": "actor.layout.pipeline_parallel",
-    "actor.virtual_pipeline": "actor.layout.virtual_pipeline",
-    "actor.context_parallel": "actor.layout.context_parallel",
-    "actor.expert_parallel": "actor.layout.expert_parallel",
-    "actor.expert_tensor_parallel": "actor.layout.expert_tensor_parallel",
-    "actor.data_parallel": "actor.layout.data_parallel",
-    "reference.tensor_parallel": "reference.layout.tensor_parallel",
-    "reference.pipeline_parallel": "reference.layout.pipeline_parallel",
-    "reference.virtual_pipeline": "reference.layout.virtual_pipeline",
-    "reference.context_parallel": "reference.layout.context_parallel",
-    "reference.expert_parallel": "reference.layout.expert_parallel",
-    "reference.expert_tensor_parallel": "reference.layout.expert_tensor_parallel",
-    "reference.data_parallel": "reference.layout.data_parallel",
-    "actor.optimizer.adam_beta1": "actor.optimizer.megatron.adam_beta1",
-    "actor.optimizer.adam_beta2": "actor.optimizer.megatron.adam_beta2",
+    **_below("algorithm", "schedule", "num_steps prompts_per_step max_staleness over_age"),
+    **_below("algorithm", "algorithm.loss", "clip_low clip_high"),
+    **_below("rollout", "engines.rollout", _OF_POOL),
+    **_below("eval", "eval.heldout", "path every num_prompts"),
+    **_below("actor", "actor.layout", _OF_LAYOUT),
+    **_below("reference", "reference.layout", _OF_LAYOUT),
+    **_below("actor.optimizer", "actor.optimizer.megatron", "adam_beta1 adam_beta2"),
 }
 """Old dotted key -> the new one."""
 
@@ -67,252 +55,188 @@ GONE: dict[str, str] = {
     "launch.restart_delay_s": "it is half a second, then twice as long each time; remove it",
     "prompts.shuffle_seed": "the order of the prompts is drawn by seed; use that",
 }
-"""Old dotted key -> why it is none any more, and what to do; <name> is any name of the user's."""
+"""Removed dotted key -> why, and what to do; <name> is any user-defined name."""
 
-ELSEWHERE: dict[str, str] = {
-    "train_batch_size": "schedule.prompts_per_step",
-    "gen_batch_size": "schedule.prompts_per_step",
-    "rollout_batch_size": "schedule.prompts_per_step",
-    "num_prompts_per_step": "schedule.prompts_per_step",
-    "n": "rollout.samples_per_prompt",
-    "n_samples_per_prompt": "rollout.samples_per_prompt",
-    "num_generations": "rollout.samples_per_prompt",
-    "num_generations_per_prompt": "rollout.samples_per_prompt",
-    "rollouts_per_example": "rollout.samples_per_prompt",
-    "group_size": "rollout.samples_per_prompt",
-    "max_response_length": "rollout.max_new_tokens",
-    "rollout_max_response_len": "rollout.max_new_tokens",
-    "max_completion_length": "rollout.max_new_tokens",
-    "max_prompt_length": "prompts.max_prompt_tokens",
-    "rollout_max_prompt_len": "prompts.max_prompt_tokens",
-    "filter_overlong_prompts": "prompts.bad_rows",
-    "train_files": "prompts.train",
-    "prompt_data": "prompts.train",
-    "val_files": "eval.<name>.path",
-    "eval_prompt_data": "eval.<name>.path",
-    "n_samples_per_eval_prompt": "eval.<name>.samples_per_prompt",
-    "eval_max_response_len": "eval.<name>.max_new_tokens",
-    "eval_temperature": "eval.<name>.temperature",
-    "eval_top_p": "eval.<name>.top_p",
-    "eval_top_k": "eval.<name>.top_k",
-    "prompt_key": "prompts.columns.prompt",
-    "input_key": "prompts.columns.prompt",
-    "label_key": "prompts.columns.answer",
-    "tool_key": "prompts.columns.tools",
-    "data_source_key": "prompts.columns.source",
-    "apply_chat_template": "prompts.chat_template",
-    "apply_chat_template_kwargs": "prompts.template_args",
-    "chat_template_kwargs": "prompts.template_args",
-    "enable_thinking": "prompts.template_args.enable_thinking",
-    "system_prompt": "prompts.system",
-    "rollout_temperature": "rollout.temperature",
-    "rollout_stop": "rollout.stop",
-    "stop_strings": "rollout.stop",
-    "use_rollout_routing_replay": "rollout.routed_experts",
-    "custom_generate_function_path": "rollout.environment",
-    "agent_command": "rollout.program.command",
-    "agent_cwd": "rollout.program.folder",
-    "agent_timeout": "rollout.program.timeout_s",
-    "over_sampling_batch_size": "rollout.over_sampling",
-    "rollout_seed": "seed",
-    "max_async_level": "schedule.max_staleness",
-    "async_level": "schedule.max_staleness",
-    "max_off_policy_steps": "schedule.max_staleness",
-    "max_head_offpolicyness": "schedule.max_staleness",
-    "staleness_threshold": "schedule.max_staleness",
-    "max_steps": "schedule.num_steps",
-    "total_training_steps": "schedule.num_steps",
-    "num_rollout": "schedule.num_steps",
-    "ppo_epochs": "algorithm.epochs_per_step",
-    "num_iterations": "algorithm.epochs_per_step",
-    "num_mini_batches": "algorithm.mini_batches",
-    "adv_estimator": "algorithm.advantage.name",
-    "advantage_estimator": "algorithm.advantage.name",
-    "use_kl_loss": "algorithm.kl.name",
-    "kl_penalty": "algorithm.kl.name",
-    "use_kl_in_reward": "algorithm.kl.place",
-    "entropy_coef": "algorithm.entropy.coefficient",
-    "entropy_coeff": "algorithm.entropy.coefficient",
-    "clip_ratio": "algorithm.loss.clip_low",
-    "clip_ratio_c": "algorithm.loss.dual",
-    "eps_clip_c": "algorithm.loss.dual",
-    "tis_clip": "algorithm.correction.cap",
-    "use_opsm": "algorithm.correction.name",
-    "opsm_delta": "algorithm.correction.delta",
-    "lambd": "algorithm.advantage.lam",
-    "normalize_advantages": "algorithm.advantage.whiten",
-    "scale_rewards": "algorithm.advantage.name",
-    "norm_adv_by_std_in_grpo": "algorithm.advantage.name",
-    "disable_grpo_std_normalization": "algorithm.advantage.name",
-    "calculate_per_token_loss": "algorithm.aggregation",
-    "filter_groups": "algorithm.groups.name",
-    "dynamic_sampling_filter_path": "algorithm.groups.name",
-    "use_dynamic_sampling": "algorithm.groups.name",
-    "mask_truncated_completions": "algorithm.groups.truncated",
-    "overlong_filtering": "algorithm.groups.truncated",
-    "overlong_buffer_cfg": "algorithm.groups.truncated",
-    "loss_type": "algorithm.loss.name",
-    "policy_loss": "algorithm.loss.name",
-    "loss_agg_mode": "algorithm.aggregation",
-    "clip_ratio_low": "algorithm.loss.clip_low",
-    "clip_ratio_high": "algorithm.loss.clip_high",
-    "eps_clip": "algorithm.loss.clip_low",
-    "eps_clip_high": "algorithm.loss.clip_high",
-    "epsilon": "algorithm.loss.clip_low",
-    "epsilon_high": "algorithm.loss.clip_high",
-    "beta": "algorithm.kl.coefficient",
-    "kl_coef": "algorithm.kl.coefficient",
-    "kl_loss_coef": "algorithm.kl.coefficient",
-    "kl_loss_type": "algorithm.kl.name",
-    "opd_kl_coef": "algorithm.distill.coefficient",
-    "use_tis": "algorithm.correction.name",
-    "tis_imp_ratio_cap": "algorithm.correction.cap",
-    "reward_fn": "reward.name",
-    "reward_model_type": "reward.name",
-    "rm_type": "reward.name",
-    "custom_rm_path": "reward.name",
-    "custom_reward_function": "reward.name",
-    "reward_kwargs": "reward.args",
-    "reward_num_workers": "reward.workers",
-    "learning_rate": "actor.optimizer.lr",
-    "lr_warmup_steps": "actor.optimizer.warmup_steps",
-    "lr_warmup_iters": "actor.optimizer.warmup_steps",
-    "lr_decay_style": "actor.optimizer.decay",
-    "lr_scheduler": "actor.optimizer.decay",
-    "lr_scheduler_type": "actor.optimizer.decay",
-    "lr_decay_iters": "actor.optimizer.decay_steps",
-    "min_lr_ratio": "actor.optimizer.final_lr_fraction",
-    "adam_beta1": "actor.optimizer.megatron.adam_beta1",
-    "adam_beta2": "actor.optimizer.megatron.adam_beta2",
-    "adam_eps": "actor.optimizer.megatron.adam_eps",
-    "optimizer_cpu_offload": "actor.optimizer.offload",
-    "optimizer_offload": "actor.optimizer.offload",
-    "use_precision_aware_optimizer": "actor.optimizer.moments",
-    "gradient_checkpointing": "actor.transformer.recompute_granularity",
-    "enable_gradient_checkpointing": "actor.transformer.recompute_granularity",
-    "recompute_granularity": "actor.transformer.recompute_granularity",
-    "deterministic_mode": "actor.transformer.deterministic_mode",
-    "freeze_vision_tower": "actor.frozen",
-    "freeze_vision_model": "actor.frozen",
-    "freeze_language_model": "actor.frozen",
-    "lora_rank": "actor.lora.rank",
-    "lora_alpha": "actor.lora.alpha",
-    "target_modules": "actor.lora.targets",
-    "max_grad_norm": "actor.optimizer.clip_grad",
-    "max_tokens_per_gpu": "actor.tokens_per_micro_batch",
-    "ppo_max_token_len_per_gpu": "actor.tokens_per_micro_batch",
-    "tensor_model_parallel_size": "<component>.layout.tensor_parallel",
-    "pipeline_model_parallel_size": "<component>.layout.pipeline_parallel",
-    "context_parallel_size": "<component>.layout.context_parallel",
-    "expert_model_parallel_size": "<component>.layout.expert_parallel",
-    "save_freq": "actor.save_every",
-    "save_steps": "actor.save_every",
-    "save_interval": "actor.save_every",
-    "save_hf": "actor.save_hf_every",
-    "max_actor_ckpt_to_keep": "actor.keep_checkpoints",
-    "save_total_limit": "actor.keep_checkpoints",
-    "keep_latest_k": "actor.keep_checkpoints",
-    "ref_load": "reference.path",
-    "ref_update_interval": "reference.refresh_every",
-    "ref_model_sync_steps": "reference.refresh_every",
-    "critic_lr": "critic.lr",
-    "num_critic_only_steps": "critic.warmup_steps",
-    "critic_warmup": "critic.warmup_steps",
-    "cliprange_value": "critic.value_clip",
-    "teacher_hf_checkpoint": "teachers.<name>.path",
-    "colocate": "engines.rollout.placement",
-    "tp": "engines.rollout.args.tp_size",
-    "rollout_num_gpus_per_engine": "engines.rollout.args.tp_size",
-    "logger": "boards.export",
-    "use_wandb": "boards.export",
-    "report_to": "boards.export",
-    "wandb_project": "boards.project",
-    "project_name": "boards.project",
-    "wandb_mode": "boards.offline",
-    "notify_urls": "notify.webhook",
-    "test_freq": "eval.<name>.every",
-    "eval_steps": "eval.<name>.every",
-    "eval_interval": "eval.<name>.every",
-    "gpu_memory_utilization": "engines.rollout.args.mem_fraction_static",
-    "hf_checkpoint": "model.path",
-    "model_name_or_path": "model.path",
-    "experiment_name": "name",
-    "run_name": "name",
-    "n_gpus_per_node": "<component>.resources.gpus_per_node",
-    "slurm_partition": "<component>.resources.partition",
-    "slurm_additional_parameters": "<component>.resources.sbatch",
+_NAMES_ELSEWHERE = {
+    "schedule.prompts_per_step": (
+        "train_batch_size gen_batch_size rollout_batch_size num_prompts_per_step"
+    ),
+    "rollout.samples_per_prompt": (
+        "n n_samples_per_prompt num_generations num_generations_per_prompt rollouts_per_example "
+        "group_size"
+    ),
+    "rollout.max_new_tokens": "max_response_length rollout_max_response_len max_completion_length",
+    "prompts.max_prompt_tokens": "max_prompt_length rollout_max_prompt_len",
+    "prompts.bad_rows": "filter_overlong_prompts",
+    "prompts.train": "train_files prompt_data",
+    "eval.<name>.path": "val_files eval_prompt_data",
+    "eval.<name>.samples_per_prompt": "n_samples_per_eval_prompt",
+    "eval.<name>.max_new_tokens": "eval_max_response_len",
+    "eval.<name>.temperature": "eval_temperature",
+    "eval.<name>.top_p": "eval_top_p",
+    "eval.<name>.top_k": "eval_top_k",
+    "prompts.columns.prompt": "prompt_key input_key",
+    "prompts.columns.answer": "label_key",
+    "prompts.columns.tools": "tool_key",
+    "prompts.columns.source": "data_source_key",
+    "prompts.chat_template": "apply_chat_template",
+    "prompts.template_args": "apply_chat_template_kwargs chat_template_kwargs",
+    "prompts.template_args.enable_thinking": "enable_thinking",
+    "prompts.system": "system_prompt",
+    "rollout.temperature": "rollout_temperature",
+    "rollout.stop": "rollout_stop stop_strings",
+    "rollout.routed_experts": "use_rollout_routing_replay",
+    "rollout.environment": "custom_generate_function_path",
+    "rollout.program.command": "agent_command",
+    "rollout.program.folder": "agent_cwd",
+    "rollout.program.timeout_s": "agent_timeout",
+    "rollout.over_sampling": "over_sampling_batch_size",
+    "seed": "rollout_seed",
+    "schedule.max_staleness": (
+        "max_async_level async_level max_off_policy_steps max_head_offpolicyness "
+        "staleness_threshold"
+    ),
+    "schedule.num_steps": "max_steps total_training_steps num_rollout",
+    "algorithm.epochs_per_step": "ppo_epochs num_iterations",
+    "algorithm.mini_batches": "num_mini_batches",
+    "algorithm.advantage.name": (
+        "adv_estimator advantage_estimator scale_rewards norm_adv_by_std_in_grpo "
+        "disable_grpo_std_normalization"
+    ),
+    "algorithm.kl.name": "use_kl_loss kl_penalty kl_loss_type",
+    "algorithm.kl.place": "use_kl_in_reward",
+    "algorithm.entropy.coefficient": "entropy_coef entropy_coeff",
+    "algorithm.loss.clip_low": "clip_ratio clip_ratio_low eps_clip epsilon",
+    "algorithm.loss.dual": "clip_ratio_c eps_clip_c",
+    "algorithm.correction.cap": "tis_clip tis_imp_ratio_cap",
+    "algorithm.correction.name": "use_opsm use_tis",
+    "algorithm.correction.delta": "opsm_delta",
+    "algorithm.advantage.lam": "lambd",
+    "algorithm.advantage.whiten": "normalize_advantages",
+    "algorithm.aggregation": "calculate_per_token_loss loss_agg_mode",
+    "algorithm.groups.name": "filter_groups dynamic_sampling_filter_path use_dynamic_sampling",
+    "algorithm.groups.truncated": (
+        "mask_truncated_completions overlong_filtering overlong_buffer_cfg"
+    ),
+    "algorithm.loss.name": "loss_type policy_loss",
+    "algorithm.loss.clip_high": "clip_ratio_high eps_clip_high epsilon_high",
+    "algorithm.kl.coefficient": "beta kl_coef kl_loss_coef",
+    "algorithm.distill.coefficient": "opd_kl_coef",
+    "reward.name": "reward_fn reward_model_type rm_type custom_rm_path custom_reward_function",
+    "reward.args": "reward_kwargs",
+    "reward.workers": "reward_num_workers",
+    "actor.optimizer.lr": "learning_rate",
+    "actor.optimizer.warmup_steps": "lr_warmup_steps lr_warmup_iters",
+    "actor.optimizer.decay": "lr_decay_style lr_scheduler lr_scheduler_type",
+    "actor.optimizer.decay_steps": "lr_decay_iters",
+    "actor.optimizer.final_lr_fraction": "min_lr_ratio",
+    "actor.optimizer.megatron.adam_beta1": "adam_beta1",
+    "actor.optimizer.megatron.adam_beta2": "adam_beta2",
+    "actor.optimizer.megatron.adam_eps": "adam_eps",
+    "actor.optimizer.offload": "optimizer_cpu_offload optimizer_offload",
+    "actor.optimizer.moments": "use_precision_aware_optimizer",
+    "actor.transformer.recompute_granularity": (
+        "gradient_checkpointing enable_gradient_checkpointing recompute_granularity"
+    ),
+    "actor.frozen": "freeze_vision_tower freeze_vision_model freeze_language_model",
+    "actor.lora.rank": "lora_rank",
+    "actor.lora.alpha": "lora_alpha",
+    "actor.lora.targets": "target_modules",
+    "actor.optimizer.clip_grad": "max_grad_norm",
+    "actor.tokens_per_micro_batch": "max_tokens_per_gpu ppo_max_token_len_per_gpu",
+    "<component>.layout.tensor_parallel": "tensor_model_parallel_size",
+    "<component>.layout.pipeline_parallel": "pipeline_model_parallel_size",
+    "<component>.layout.context_parallel": "context_parallel_size",
+    "<component>.layout.expert_parallel": "expert_model_parallel_size",
+    "actor.save_every": "save_freq save_steps save_interval",
+    "actor.save_hf_every": "save_hf",
+    "actor.keep_checkpoints": "max_actor_ckpt_to_keep save_total_limit keep_latest_k",
+    "reference.path": "ref_load",
+    "reference.refresh_every": "ref_update_interval ref_model_sync_steps",
+    "critic.lr": "critic_lr",
+    "critic.warmup_steps": "num_critic_only_steps critic_warmup",
+    "critic.value_clip": "cliprange_value",
+    "teachers.<name>.path": "teacher_hf_checkpoint",
+    "engines.rollout.placement": "colocate",
+    "engines.rollout.args.tp_size": "tp rollout_num_gpus_per_engine",
+    "boards.export": "logger use_wandb report_to",
+    "boards.project": "wandb_project project_name",
+    "boards.offline": "wandb_mode",
+    "notify.webhook": "notify_urls",
+    "eval.<name>.every": "test_freq eval_steps eval_interval",
+    "engines.rollout.args.mem_fraction_static": "gpu_memory_utilization",
+    "model.path": "hf_checkpoint model_name_or_path",
+    "name": "experiment_name run_name",
+    "<component>.resources.gpus_per_node": "n_gpus_per_node",
+    "<component>.resources.partition": "slurm_partition",
+    "<component>.resources.sbatch": "slurm_additional_parameters",
 }
-"""Last part of a name in verl, slime, Relax, TRL, NeMo-RL, prime-rl, AReaL or submitit -> the key
-here."""
+"""Key here -> last parts of its names in verl, slime, Relax, TRL, NeMo-RL, prime-rl, AReaL or
+submitit."""
+ELSEWHERE = {name: here for here, names in _NAMES_ELSEWHERE.items() for name in names.split()}
 
 _WHOLE = (
     "what is trained on is sampled from the whole distribution, whose logprobs the trainer has; "
 )
-_EPOCHS = "a run has schedule.num_steps: rows x epochs / schedule.prompts_per_step"
-_EPISODE = "an episode says it itself, in rollout.environment (docs/extending.md); remove it"
-ABSENT: dict[str, str] = {
-    "rollout.top_p": f"{_WHOLE}held-out sets have eval.<name>.top_p",
-    "rollout.top_k": f"{_WHOLE}held-out sets have eval.<name>.top_k",
-    "rollout_top_p": f"{_WHOLE}held-out sets have eval.<name>.top_p",
-    "rollout_top_k": f"{_WHOLE}held-out sets have eval.<name>.top_k",
-    "min_p": f"{_WHOLE}remove it",
+_WHY_ABSENT = {
+    "rollout.top_p rollout_top_p": f"{_WHOLE}held-out sets have eval.<name>.top_p",
+    "rollout.top_k rollout_top_k": f"{_WHOLE}held-out sets have eval.<name>.top_k",
+    "min_p presence_penalty frequency_penalty": f"{_WHOLE}remove it",
     "repetition_penalty": f"{_WHOLE}the reward 'repetition' lowers what repeats itself",
-    "presence_penalty": f"{_WHOLE}remove it",
-    "frequency_penalty": f"{_WHOLE}remove it",
-    "stop_token_ids": "use rollout.stop, with the texts of these tokens",
-    "rollout_stop_token_ids": "use rollout.stop, with the texts of these tokens",
-    "sft.num_train_epochs": "use sft.epochs",
-    "sft.num_epochs": "use sft.epochs",
-    "schedule.epochs": _EPOCHS,
-    "total_epochs": _EPOCHS,
-    "num_epoch": _EPOCHS,
-    "num_epochs": _EPOCHS,
-    "num_train_epochs": _EPOCHS,
+    "stop_token_ids rollout_stop_token_ids": "use rollout.stop, with the texts of these tokens",
+    "sft.num_train_epochs sft.num_epochs": "use sft.epochs",
+    "schedule.epochs total_epochs num_epoch num_epochs num_train_epochs": (
+        "a run has schedule.num_steps: rows x epochs / schedule.prompts_per_step"
+    ),
     "schedule.batch_size": "use schedule.prompts_per_step",
-    "per_device_train_batch_size": "a batch is schedule.prompts_per_step prompts, in micro-batches "
-    "of actor.tokens_per_micro_batch tokens",
+    "per_device_train_batch_size gradient_accumulation_steps": (
+        "a batch is schedule.prompts_per_step prompts, in micro-batches of "
+        "actor.tokens_per_micro_batch tokens"
+    ),
     "critic.optimizer": "its rate is critic.lr; all else is as the actor's",
     "truncation": "no prompt is cut; prompts.bad_rows = 'skip' leaves out those that are too long",
-    "gradient_accumulation_steps": "a batch is schedule.prompts_per_step prompts, in micro-batches "
-    "of actor.tokens_per_micro_batch tokens",
-    "micro_batch_size": "micro-batches are packed, up to actor.tokens_per_micro_batch tokens",
-    "ppo_micro_batch_size_per_gpu": "micro-batches are packed, up to "
-    "actor.tokens_per_micro_batch tokens",
-    "use_dynamic_batch_size": "it always is so, up to actor.tokens_per_micro_batch; remove it",
-    "use_dynamic_bsz": "it always is so, up to actor.tokens_per_micro_batch; remove it",
-    "use_remove_padding": "rows are always packed, without padding; remove it",
-    "packing": "rows are always packed, without padding; remove it",
-    "balance_data": "rows are always dealt to ranks by their tokens; remove it",
-    "balance_batch": "rows are always dealt to ranks by their tokens; remove it",
+    "micro_batch_size ppo_micro_batch_size_per_gpu": (
+        "micro-batches are packed, up to actor.tokens_per_micro_batch tokens"
+    ),
+    "use_dynamic_batch_size use_dynamic_bsz": (
+        "it always is so, up to actor.tokens_per_micro_batch; remove it"
+    ),
+    "use_remove_padding packing": "rows are always packed, without padding; remove it",
+    "balance_data balance_batch": "rows are always dealt to ranks by their tokens; remove it",
     "ppo_mini_batch_size": "algorithm.mini_batches says into how many updates a batch is split",
-    "global_batch_size": "a batch is schedule.prompts_per_step x rollout.samples_per_prompt rows, "
-    "split into algorithm.mini_batches updates",
-    "val_before_train": "held-out sets are scored before, too, while training begins; remove it",
-    "skip_eval_before_train": "held-out sets are scored before, too, while training begins; "
-    "remove it",
-    "partial_rollout": "responses always go on under new weights; weights.kv_cache says with which "
-    "keys and values",
+    "global_batch_size": (
+        "a batch is schedule.prompts_per_step x rollout.samples_per_prompt rows, split into "
+        "algorithm.mini_batches updates"
+    ),
+    "val_before_train skip_eval_before_train": (
+        "held-out sets are scored before, too, while training begins; remove it"
+    ),
+    "partial_rollout": (
+        "responses always go on under new weights; weights.kv_cache says with which keys and values"
+    ),
     "use_fault_tolerance": "it always is so; launch.max_restarts bounds it",
     "resume_mode": "relax-hpc resume RUN goes on; model.weights starts from another checkpoint",
     "load_debug_rollout_data": "relax-hpc replay RUN --step N trains a step again; remove it",
     "debug_rollout_only": "relax-hpc eval MODEL samples without training; remove it",
     "debug_train_only": "relax-hpc replay RUN --step N trains without engines; remove it",
-    "save_debug_rollout_data": "rollouts are on the bus; relax-hpc bus export writes them as rows",
-    "rollout_data_dir": "rollouts are on the bus; relax-hpc bus export writes them as rows",
+    "save_debug_rollout_data rollout_data_dir": (
+        "rollouts are on the bus; relax-hpc bus export writes them as rows"
+    ),
     "log_val_generations": "relax-hpc eval and view show them, and TensorBoard's Text; remove it",
-    "multi_turn": _EPISODE,
-    "max_turns": _EPISODE,
-    "max_assistant_turns": _EPISODE,
+    "multi_turn max_turns max_assistant_turns": (
+        "an episode says it itself, in rollout.environment (docs/how-to/extending.md); remove it"
+    ),
 }
-"""Last part of a name elsewhere, or a dotted one, that has no key here -> why, and what to do."""
+"""Names elsewhere (last parts, or dotted) without a key here -> why, and what to do."""
+ABSENT = {name: why for names, why in _WHY_ABSENT.items() for name in names.split()}
 
 
 def answer_to(key: Sequence[int | str], value: object = None) -> str | None:
-    """Says of an unknown key that others have what it is here; None of any other.
+    """Translates an unknown key that other trainers use; None for any other.
 
     Args:
         key: names on the way to it.
-        value: what it is set to. Of a table of others the first name in it that is known is told.
+        value: its value; in a foreign table the first known name is translated.
     """
     names = [str(part) for part in key]
     for name in (".".join(names), names[-1]):
@@ -327,7 +251,7 @@ def answer_to(key: Sequence[int | str], value: object = None) -> str | None:
 
 
 def refusal(key: Sequence[int | str]) -> str | None:
-    """Says what is wrong with an old key, and what to do; None of any other.
+    """Explains an old key, with the remedy; None for any other.
 
     Args:
         key: names on the way to it.

@@ -1,91 +1,105 @@
-"""Copies of the user's programs that a job names: a run goes on with those that it began with."""
+"""Rewrites the names of files and programs in a job, and copies the user's programs into a run, so
+that later changes do not affect it."""
 
 import ast
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
-from relax_hpc.config.prompts import PromptsConfig
-from relax_hpc.config.run import JobConfig, RunConfig
-from relax_hpc.config.sft import SftRunConfig
-from relax_hpc.user_programs import ORIGIN, place_of
+from pydantic import BaseModel
+
+from relax_hpc.config.run import JobConfig
+from relax_hpc.runtime.files.user_files import absolute_data
+from relax_hpc.runtime.files.user_programs import ORIGIN, absolute_place, place_of
+
+_PATHS = (
+    *("run_root", "model.path", "model.weights", "launch.kernel_cache", "notify.webhook"),
+    *("engines.*.model", "reference.path", "critic.path", "critic.weights", "teachers.*.path"),
+    *("prompts.media.folder", "rollout.program.folder"),
+)
+_DATA = ("prompts.train", "prompts.sources.*.path", "eval.*.path", "sft.train", "sft.heldout")
+"""Keys of data, which may be a program's."""
+_PROGRAMS = ("rollout.environment", "algorithm.*.name", "reward.name", "reward.terms.*.name")
+
+C = TypeVar("C", bound=JobConfig)
 
 
-def keep(config: JobConfig, folder: Path) -> JobConfig:
+def rewrite(config: C, keys: Iterable[str], change: Callable[[Any], Any]) -> C:
+    """Returns a job with changed values.
+
+    Args:
+        keys: dotted; `*` is every table there. A key that the job does not have is skipped.
+        change: gets each value but None, of a list each element.
+    """
+    for key in keys:
+        config = _rewrite(config, key.split("."), change)
+    return config
+
+
+def _rewrite(node: Any, path: Sequence[str], change: Callable[[Any], Any]) -> Any:  # noqa: ANN401
+    if not path:
+        return [change(each) for each in node] if isinstance(node, list) else change(node)
+    tables = node if isinstance(node, dict) else dict(node)
+    inner = [name for name, each in tables.items() if isinstance(each, BaseModel)]
+    names = inner if path[0] == "*" else [path[0]] if path[0] in tables else []
+    # What is unset stays so: messages name the keys that a job sets.
+    names = [name for name in names if tables[name] is not None]
+    changed = {name: _rewrite(tables[name], path[1:], change) for name in names}
+    return node | changed if isinstance(node, dict) else node.model_copy(update=changed)
+
+
+def make_absolute(config: C) -> C:
+    """Returns a job whose files and programs do not depend on the working directory."""
+    config = rewrite(config, _PATHS, Path.absolute)
+    return rewrite(rewrite(config, _DATA, absolute_data), _PROGRAMS, absolute_place)
+
+
+def keep(config: C, folder: Path) -> C:
     """Copies the programs of a job, and the modules beside them that they import.
 
     Args:
-        config: of absolute paths.
-        folder: of the copies; made if there is any.
+        config: with absolute paths.
+        folder: for the copies; made if there are any.
 
     Returns:
-        The job that names the copies.
+        The job with the copies' names.
 
     Raises:
         OSError: one cannot be read or written.
     """
-
-    def kept(name: str) -> str:
-        return _kept(name, folder)
-
-    if isinstance(config, RunConfig):
-        return renamed(config, kept)
-    if isinstance(config, SftRunConfig):
-        paths = {"train": config.sft.train, "heldout": config.sft.heldout}
-        copies = {key: Path(kept(str(path))) for key, path in paths.items() if path}
-        return config.model_copy(update={"sft": config.sft.model_copy(update=copies)})
-    return config
+    for file in files_of(config):
+        if not (home := _home(file, folder)).exists():
+            home.mkdir(parents=True)
+            (home / ORIGIN).write_text(str(file), encoding="utf-8")
+            for each in with_imports(file):
+                (home / each.name).write_bytes(each.read_bytes())
+    return name_copies(config, folder)
 
 
-def named(config: RunConfig, folder: Path) -> RunConfig:
-    """Returns the job that names the copies in a folder; makes none."""
-    return renamed(config, lambda name: _of_copy(name, folder))
+def name_copies(config: C, folder: Path) -> C:
+    """Returns the job with the names of the copies in a folder, without copying."""
+
+    def copy_of(name: str | Path) -> str | Path:
+        if (place := place_of(str(name))) is None:
+            return name
+        file, attribute = place
+        return type(name)(f"{_home(file, folder) / file.name}:{attribute}")
+
+    return rewrite(config, (*_DATA, *_PROGRAMS), copy_of)
 
 
-def renamed(config: RunConfig, named: Callable[[str], str]) -> RunConfig:
-    """Returns a job whose programs have other names."""
-    environment = named(config.rollout.environment)
-    return config.model_copy(
-        update={
-            "rollout": config.rollout.model_copy(update={"environment": environment}),
-            "algorithm": config.algorithm.with_names(named),
-            "reward": config.reward.with_names(named),
-            "prompts": _of_prompts(config.prompts, named),
-            "eval": {
-                name: each.model_copy(update={"path": _of_paths(each.path, named)})
-                for name, each in config.eval.items()
-            },
-        }
-    )
+def files_of(config: JobConfig) -> list[Path]:
+    """Returns the program files of a job."""
+    names = list[str]()
 
-
-def _of_prompts(prompts: PromptsConfig, named: Callable[[str], str]) -> PromptsConfig:
-    sources = {
-        name: each.model_copy(update={"path": _of_paths(each.path, named)})
-        for name, each in prompts.sources.items()
-    }
-    return prompts.model_copy(update={"train": _of_paths(prompts.train, named), "sources": sources})
-
-
-def _of_paths(paths: list[Path], named: Callable[[str], str]) -> list[Path]:
-    return [Path(named(str(path))) for path in paths]
-
-
-def _kept(name: str, folder: Path) -> str:
-    if (place := place_of(name)) is not None and not (home := _home(place[0], folder)).exists():
-        home.mkdir(parents=True)
-        (home / ORIGIN).write_text(str(place[0]))
-        for each in with_imports(place[0]):
-            (home / each.name).write_bytes(each.read_bytes())
-    return _of_copy(name, folder)
-
-
-def _of_copy(name: str, folder: Path) -> str:
-    if (place := place_of(name)) is None:
+    def note(name: str | Path) -> str | Path:
+        names.append(str(name))
         return name
-    file, attribute = place
-    return f"{_home(file, folder) / file.name}:{attribute}"
+
+    rewrite(config, (*_PROGRAMS, *_DATA), note)
+    return [place[0] for name in names if (place := place_of(name))]
 
 
 def _home(file: Path, folder: Path) -> Path:
@@ -93,9 +107,9 @@ def _home(file: Path, folder: Path) -> Path:
 
 
 def with_imports(file: Path) -> list[Path]:
-    """Finds a program and the files beside it that it imports, or these do.
+    """Returns a program and the files beside it that it imports, also indirectly.
 
-    Packages and files of data beside it are not among them: they are found where they are.
+    Excludes packages and data files, which are used in place.
     """
     found, todo = dict[Path, None](), [file]
     while todo:

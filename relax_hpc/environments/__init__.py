@@ -1,6 +1,5 @@
-"""Episodes: what a policy is asked, and what is learned from what it did.
+"""Runs episodes: an environment asks the policy through a session, and returns rewards.
 
-An environment is an async function of a prompt and a session. It samples through the session and
-returns rewards; it never handles tokens. The session keeps every call, and `sequences` makes of
-them what is trained on.
+An environment is an async function of a prompt and a session; it never handles tokens. The session
+records every call, and `record.sequences` turns them into training rows.
 """

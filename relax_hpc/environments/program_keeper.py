@@ -1,8 +1,8 @@
-"""Runs a program and ends what it leaves behind: `python program_keeper.py OWNER_PID PROGRAM ...`
+"""Runs a program and kills what it leaves behind: `python program_keeper.py OWNER_PID PROGRAM ...`
 
-Orphans below this process return to it, whatever their session, and are killed when the program has
-ended, when its owner has, or at SIGUSR2; nobody else is. It ends as the program did. It imports the
-standard library only, so it costs milliseconds.
+As a subreaper it becomes the parent of orphans below it, in whatever session. It kills them when
+the program or its owner has ended, or at SIGUSR2, then exits as the program did. It imports only
+the standard library, to start in milliseconds.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 END = signal.SIGUSR2
-"""Has it kill the program, and all that it has started."""
+"""Makes it kill the program and its descendants."""
 
 
 def main() -> None:
@@ -40,8 +40,8 @@ def main() -> None:
         status = ended[1]
     finally:
         signal.signal(END, signal.SIG_IGN)
-        _end_children()
-        _end_likewise(status)
+        end_children()
+        end_likewise(status)
 
 
 def _become(argv: list[str], parent: int) -> NoReturn:
@@ -53,8 +53,8 @@ def _become(argv: list[str], parent: int) -> NoReturn:
     os._exit(1)
 
 
-def _end_children() -> None:
-    """Kills children until there are none: those of a child that was killed are the next ones."""
+def end_children() -> None:
+    """Kills children until there are none: grandchildren of a killed child become children."""
     with suppress(ChildProcessError):
         while True:
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -68,7 +68,10 @@ def _end_children() -> None:
 def _children() -> list[int]:
     own = os.getpid()
     with suppress(OSError):  # not every kernel has it
-        return [int(pid) for pid in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
+        return [
+            int(pid)
+            for pid in Path(f"/proc/{own}/task/{own}/children").read_text(encoding="utf-8").split()
+        ]
     every = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdecimal()]
     return [pid for pid in every if _parent(pid) == own]
 
@@ -81,7 +84,8 @@ def _parent(pid: int) -> int:
     return int(stat.rpartition(")")[2].split()[1])  # the name before may have anything in it
 
 
-def _end_likewise(status: int) -> None:
+def end_likewise(status: int) -> None:
+    """Ends as a process with this status from `os.wait` did."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

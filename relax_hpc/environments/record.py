@@ -1,7 +1,7 @@
-"""The record of an episode, and the sequences that are trained on.
+"""Records an episode's calls, and turns them into training sequences.
 
-A record belongs to whoever runs the episode, so what was sampled is there when an episode is
-cancelled or fails, and another session can go on with it.
+The record belongs to the runner of the episode: it survives a cancelled or failed episode, and
+another session can continue it.
 """
 
 from collections.abc import Sequence as Items
@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from relax_hpc.engines.response import Draft
-from relax_hpc.media.expand import Span
+from relax_hpc.data.media.expand import MediaSpan
+from relax_hpc.inference.generation import Draft
 from relax_hpc.schema import NO_SPANS, FinishReason, Medium, Trajectory, TurnKind
 
 _GIVEN, _SAMPLED, _TOOL = map(int, TurnKind)  # NumPy takes its time over enumerations
@@ -20,49 +20,46 @@ _GIVEN, _SAMPLED, _TOOL = map(int, TurnKind)  # NumPy takes its time over enumer
 
 @dataclass(slots=True)
 class Call:
-    """One request to the policy, and what it has sampled so far."""
+    """One request to the policy, and its samples so far."""
 
     given: Items[int]
-    """Token ids of everything before the response."""
+    """Token ids before the response."""
     media: tuple[Medium, ...] = ()
-    """Media that they show, in order."""
-    spans: tuple[Span, ...] = ()
-    """Tokens of `given` that stand for features of these."""
+    """Media in `given`, in order."""
+    spans: tuple[MediaSpan, ...] = ()
+    """Tokens of `given` that stand for their features."""
     draft: Draft = field(default_factory=Draft)
-    """Sampled ids, logprobs and versions; it grows while the response arrives."""
+    """Sampled ids, logprobs and versions; grows while the response arrives."""
     finish: FinishReason | None = None
-    """None while it is under way, or where it was broken off. A record that was read back has that
-    of the whole row."""
+    """None while pending or interrupted. Calls read back have the finish of their row."""
     is_cut: bool = False
-    """Whether a limit of the run ended it, `rollout.max_new_tokens` or the context, and none that
-    the environment set. So is one that there was no room left to go on from."""
+    """Whether the run's own limit (`rollout.max_new_tokens` or the context) ended it, rather than
+    the environment's; also if no space was left to continue."""
     is_over: bool = False
-    """Whether it has ended though nobody says how: the record was read back."""
+    """Whether a call that was read back has ended, for an unknown reason."""
     routed_experts: npt.NDArray[np.int16] | None = None
-    """[given and sampled tokens, layers x experts per token], if asked for."""
+    """[given and sampled tokens, layers x experts per token], if requested."""
 
     @property
     def token_ids(self) -> list[int]:
-        """Given and sampled."""
         return [*self.given, *self.draft.token_ids]
 
 
 @dataclass(slots=True)
-class Record:
-    """The calls of an episode in the order in which they began."""
+class EpisodeRecord:
+    """The calls of an episode, in order of their start."""
 
     calls: list[Call] = field(default_factory=list)
 
 
 class Sequence(NamedTuple):
-    """Tokens that are trained on as one row; T of them."""
+    """A training row of T tokens."""
 
     token_ids: npt.NDArray[np.int32]
-    """[T]"""
     prompt_len: int
-    """Tokens before the first that was sampled."""
+    """Tokens before the first sampled one."""
     loss_mask: npt.NDArray[np.uint8]
-    """[T] 1 on tokens that were sampled, each in one sequence only."""
+    """[T] 1 on sampled tokens, each in one sequence only."""
     logprobs: npt.NDArray[np.float32]
     """[T] nats, at sampling time; 0 where not sampled."""
     version_runs: npt.NDArray[np.int32]
@@ -70,7 +67,7 @@ class Sequence(NamedTuple):
     turns: npt.NDArray[np.int32]
     """[turns, 2] (first token of the row, schema.TurnKind)"""
     finish: FinishReason
-    """LENGTH where a limit of the run ended any of its calls."""
+    """LENGTH if a limit of the run ended any of its calls."""
     media: tuple[Medium, ...]
     media_spans: npt.NDArray[np.int32]
     """[spans, 3] (medium, first token of the row, tokens)"""
@@ -78,12 +75,12 @@ class Sequence(NamedTuple):
     """[T, layers x experts per token]"""
 
 
-def sequences(record: Record) -> list[Sequence]:
-    """Makes the sequences of an episode that are trained on.
+def sequences(record: EpisodeRecord) -> list[Sequence]:
+    """Makes the training sequences of an episode.
 
-    A call goes on with the sequence whose tokens its given ids begin with. Where they begin with
-    no whole sequence, because history was left out, written anew or branched, a sequence begins;
-    what was sampled before is given there. So every sampled token is trained on once.
+    A call extends the sequence whose tokens begin its given ids. If there is none, because history
+    was dropped, rewritten or branched, a new sequence begins, in which earlier samples count as
+    given. So every sampled token is trained on once.
     """
     chains = [record.calls[:1]] if record.calls else []
     for call in record.calls[1:]:
@@ -97,13 +94,12 @@ def sequences(record: Record) -> list[Sequence]:
     return [_sequence(chain) for chain in chains]
 
 
-def record_of(rows: Items[Trajectory]) -> Record:
-    """Makes the record of an episode of its rows, as far as a session can go on with it.
+def record_of(rows: Items[Trajectory]) -> EpisodeRecord:
+    """Rebuilds an episode's record from its rows, so that a session can continue it.
 
-    The calls of a row are its turns. Media are left out, which a session knows, and calls that have
-    not got a token.
+    The calls of a row are its turns. Omits media, which a session knows, and calls without a token.
     """
-    return Record([call for row in rows for call in _calls(row)])
+    return EpisodeRecord([call for row in rows for call in _calls(row)])
 
 
 def _calls(row: Trajectory) -> list[Call]:
@@ -125,13 +121,13 @@ def _calls(row: Trajectory) -> list[Call]:
     return calls
 
 
-def break_off(record: Record) -> int:
-    """Makes what there is of the call under way something that can be gone on with.
+def break_off(record: EpisodeRecord) -> int:
+    """Makes an interrupted call continuable.
 
-    Its last token is forgotten. It may be the one that ended the response, and nobody was told.
+    Drops its last token, which may have ended the response without a report.
 
     Returns:
-        Tokens, at most, that were sampled and are not there: that one, and those not sent.
+        An upper bound of the sampled tokens that are lost: that one, and those not sent.
     """
     num_lost = 0
     for call in record.calls[-1:]:
@@ -177,7 +173,7 @@ def _sequence(chain: Items[Call]) -> Sequence:
 
 
 def _finish(chain: Items[Call]) -> FinishReason:
-    """A limit that the environment set is as good an end as the policy's own."""
+    """A limit of the environment is as good an end as the policy's own."""
     last = chain[-1].finish
     if last is None or last is FinishReason.ABORT:
         return FinishReason.ABORT

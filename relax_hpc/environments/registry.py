@@ -1,24 +1,27 @@
-"""Environments by the name a job gives them, or by the place of their class."""
+"""Finds environments by name, or by the place of their class."""
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 
-from relax_hpc import user_programs
 from relax_hpc.config.rollout import RolloutConfig
-from relax_hpc.environments.base import Environment
-from relax_hpc.environments.program import Program
-from relax_hpc.environments.single_turn import SingleTurn
-from relax_hpc.errors import ConfigError
+from relax_hpc.environments.environment import Environment, SingleTurn
+from relax_hpc.environments.program import ProgramEnvironment
+from relax_hpc.errors import ConfigError, nearest
+from relax_hpc.runtime.files import user_programs
 
-ENVIRONMENTS: dict[str, Callable[[RolloutConfig], Environment]] = {
-    "single_turn": lambda _: SingleTurn(),
-    "program": lambda config: Program(config.program),
+ENVIRONMENTS: dict[str, Callable[[RolloutConfig, Path | None], Environment]] = {
+    "single_turn": lambda *_: SingleTurn(),
+    "program": lambda config, words: ProgramEnvironment(config.program, words),
 }
 
 
-def make(config: RolloutConfig) -> Environment:
-    """The environment that `rollout.environment` names: in the table above, or
+def make(config: RolloutConfig, words: Path | None = None) -> Environment:
+    """Makes the environment that `rollout.environment` names: a built-in name,
     "folder/file.py:Class", or "package.module:Class".
+
+    Args:
+        words: file for stderr of failed agents; default is a temporary file each.
 
     Raises:
         ConfigError: there is none, or it cannot be made.
@@ -26,19 +29,23 @@ def make(config: RolloutConfig) -> Environment:
     name = config.environment
     key = f"rollout.environment = {name!r}"
     if name in ENVIRONMENTS:
-        return ENVIRONMENTS[name](config)
+        return ENVIRONMENTS[name](config, words)
     if ":" not in name:
         raise ConfigError(
-            f"{key}: no such environment; use {', '.join(ENVIRONMENTS)}, or name a class: "
+            f"{key}: no such environment; {nearest(name, ENVIRONMENTS)}".rstrip("; ")
+            + f"; use {', '.join(ENVIRONMENTS)}, or name a class: "
             '"file.py:Class" or "package.module:Class"'
         )
+    place = user_programs.place_of(name)
+    if place and not place[0].is_file():
+        raise ConfigError(f"{key}: {place[0]}: no such file; name one")
     try:
-        cls = user_programs.imported(name)
-        with user_programs.bounded(name):
+        cls = user_programs.import_place(name)
+        with user_programs.limit_time(name):
             made: Environment = cls()
     except Exception as error:  # a program of somebody else's
         raise ConfigError(
-            f"{key}: cannot be made: {user_programs.raised(error)}; correct it"
+            f"{key}: cannot be made: {user_programs.describe_error(error)}; correct it"
         ) from error
     rollout = getattr(made, "rollout", None)
     if not callable(rollout):

@@ -1,20 +1,102 @@
-"""A policy as an environment sees it: messages in, replies out; every call is recorded."""
+"""Connects an environment to the policy: messages in, replies out, every call recorded.
+
+Environments may add media to a conversation in any turn.
+"""
 
 import asyncio
 import hashlib
-from collections.abc import Hashable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AsyncExitStack
+from typing import NamedTuple, Protocol, Self
 
-from relax_hpc.engines.response import Draft, End, Generation
-from relax_hpc.environments.record import Call, Record
-from relax_hpc.environments.turn_media import Given, TurnMedia
+from relax_hpc.config.prompts import PromptsConfig
+from relax_hpc.data.conversation import Conversation
+from relax_hpc.data.media.expand import MediaSpan
+from relax_hpc.data.media.spool import MediaView
+from relax_hpc.data.media.workers import MediaWorkers
+from relax_hpc.data.media_tokens import MediaTokens, check_taken
+from relax_hpc.data.records import find_added_media, plain
+from relax_hpc.data.source import Prompt
+from relax_hpc.data.template import Message
+from relax_hpc.environments.record import Call, EpisodeRecord
 from relax_hpc.errors import RelaxError
-from relax_hpc.prompts.conversation import Conversation
-from relax_hpc.prompts.parts import plain
-from relax_hpc.prompts.source import Prompt
-from relax_hpc.prompts.template import Message
-from relax_hpc.sampling.how import How
-from relax_hpc.schema import FinishReason
+from relax_hpc.inference.generation import Draft, End, Generation, Sampling
+from relax_hpc.schema import FinishReason, Medium
+
+
+class Given(NamedTuple):
+    """Tokens for the policy to continue, and their media."""
+
+    token_ids: Sequence[int]
+    media: tuple[Medium, ...] = ()
+    """As the bus stores them."""
+    view: MediaView | None = None
+    """The same as engines are shown them; None without media."""
+
+    @property
+    def spans(self) -> tuple[MediaSpan, ...]:
+        return self.view.spans if self.view and self.media else ()
+
+    def going_on(self, more: Sequence[int]) -> "Given":
+        """Returns the same with text appended."""
+        return self._replace(token_ids=[*self.token_ids, *more])
+
+
+class TurnMedia:
+    """Decodes an environment's media. An asynchronous context manager: they stay in the spool until
+    its end, for later turns."""
+
+    def __init__(self, tokens: MediaTokens, workers: MediaWorkers, settings: PromptsConfig) -> None:
+        """Args:
+        settings: which files may be read.
+        """
+        self._tokens, self._workers, self._settings = tokens, workers, settings
+        self._open = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._open.aclose()
+
+    async def add(
+        self,
+        before: Given,
+        where: str,
+        messages: Sequence[Message],
+        text: str,
+        encode: Callable[[str], list[int]],
+    ) -> Given:
+        """Appends an environment's messages.
+
+        Args:
+            before: with the newest reply.
+            where: file and line of the prompt, for messages.
+            messages: the new ones.
+            text: as rendered by the template, with a token for each medium.
+            encode: tokenizes it.
+
+        Raises:
+            ConfigError: a medium cannot be used, or text would be taken for one.
+            RelaxError: there is no space for it.
+        """
+        self._tokens.check_text(f"{where}, a message of the environment", messages)
+        sources = find_added_media(where, messages, self._settings)
+        check_taken(sources, self._tokens.recipe)
+        media = await self._tokens.headers(sources)
+        found = self._tokens.expand(where, text, media, encode)
+        if not media:
+            return before.going_on(found.token_ids)
+        decoded = await self._open.enter_async_context(self._workers.prepare(media, found.spans))
+        number, first = len(before.media), len(before.token_ids)
+        spans = [MediaSpan(number + s.medium, first + s.first, s.tokens) for s in found.spans]
+        shown = before.view.media if before.view else ()
+        return Given(
+            [*before.token_ids, *found.token_ids],
+            (*before.media, *decoded.media),
+            MediaView((*shown, *decoded.view.media), (*before.spans, *spans)),
+        )
+
 
 Tools = Sequence[Message] | None
 """Tools as a chat template takes them."""
@@ -27,26 +109,24 @@ class Sampler(Protocol):
         self,
         given: Sequence[int],
         draft: Draft,
-        how: How,
+        how: Sampling,
         *,
         seed: int,
         homes: Sequence[Hashable],
     ) -> Generation:
-        """Samples one response, or what is missing of it.
+        """Samples one response, or its missing part.
 
         Args:
             given: token ids.
-            draft: what there is already; it grows while the response arrives.
+            draft: the response so far; grows while it arrives.
             how: of the episode.
             seed: >= 0.
-            homes: whose cached prefixes it shares, the one with most of it first.
+            homes: sharers of cached prefixes, the longest first.
         """
         ...
 
 
 class Reply:
-    """An answer of the policy."""
-
     __slots__ = ("_conversation", "_given", "_text", "asked", "before", "call", "tools")
 
     def __init__(
@@ -58,14 +138,15 @@ class Reply:
         before: "Reply | None",
         tools: Tools = None,
     ) -> None:
-        """`asked` is what it answers, in tokens `given` with `tools`, `before` the reply before."""
+        """`asked` is the conversation it answers, in tokens `given` with `tools`; `before` the
+        reply before."""
         self.call, self._conversation, self._given = call, conversation, given
         self.asked, self.before, self.tools = asked, before, tools
         self._text: str | None = None
 
     @property
     def text(self) -> str:
-        """Text of the reply, without special tokens."""
+        """Without special tokens."""
         if self._text is None:
             self._text = self._conversation.decode(self.call.draft.token_ids)
         return self._text
@@ -76,7 +157,7 @@ class Reply:
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation that it is the end of."""
+        """The conversation that it ends."""
         return [*self.asked, self.message]
 
     @property
@@ -91,10 +172,10 @@ class Reply:
 
 
 class Session:
-    """One episode's way to the policy.
+    """One episode's connection to the policy.
 
-    A session that is given a record goes on where that ends: calls that are asked for again are
-    answered from it, one that was broken off is continued.
+    With a record it continues where that ends: repeated calls are answered from it, an interrupted
+    one is continued.
     """
 
     __slots__ = (
@@ -114,36 +195,35 @@ class Session:
     def __init__(
         self,
         prompt: Prompt,
-        record: Record,
+        record: EpisodeRecord,
         sampler: Sampler,
         conversation: Conversation,
-        how: How,
+        how: Sampling,
         *,
         group: Hashable,
         episode: Hashable,
         seed: int,
         turn_media: TurnMedia | None = None,
     ) -> None:
-        """Asks nobody before `chat`.
+        """Samples nothing before `chat`.
 
         Args:
-            prompt: what the episode begins with.
-            record: gets the calls; the caller's.
-            conversation: how messages become tokens.
+            prompt: the episode begins with it.
+            record: the caller's; gets the calls.
+            conversation: turns messages into tokens.
             group: episodes of one group begin with the same tokens.
-            episode: of this session; differs between all that run at a time.
+            episode: unique among all concurrent sessions.
             seed: of the first call; those of the others follow from it.
-            turn_media: takes media that the environment adds; None of a model of text.
+            turn_media: handles media that the environment adds; None for a text-only model.
         """
         self.prompt, self._record, self._sampler = prompt, record, sampler
         self.conversation, self.how, self._seed = conversation, how, seed
         self._homes = episode, group
         self._turn_media = turn_media
         self._reply: Reply | None = None
-        """The newest."""
         self._num_calls = 0
         self.failure: Exception | None = None
-        """Why engines gave no answer the last time: no fault of the environment."""
+        """Why engines last failed to answer: not the environment's fault."""
 
     @property
     def messages(self) -> list[Message]:
@@ -152,7 +232,7 @@ class Session:
 
     @property
     def seed(self) -> int:
-        """Number of the episode: the same for the same seed of the run, guid and sibling."""
+        """Identifies the episode: equal for the same seed of the run, guid and sibling."""
         return self._seed
 
     async def chat(
@@ -166,29 +246,28 @@ class Session:
     ) -> Reply:
         """Samples the policy's next message.
 
-        Where `messages` go on from a conversation of this session, what was sampled stays as it
-        is, token by token, and only what is new is rendered and appended. Any other history is
-        rendered as a whole, and begins a sequence of its own.
+        If `messages` continue a conversation of this session, sampled tokens stay as they are, and
+        only new messages are rendered and appended. Any other history is rendered as a whole, and
+        begins a new sequence.
 
-        Messages that are new may show media, as prompts in parts do: `{"type": "image", "image":
-        ...}`, with `{"bytes": ...}`, a path or a data: URL.
+        New messages may show media, as prompts in parts do: `{"type": "image", "image": ...}`, with
+        `{"bytes": ...}`, a path or a data: URL.
 
         Args:
             messages: the whole conversation so far; None is the prompt.
             max_new_tokens: of the reply; None is the run's limit.
-            ignore_eos: nothing but this limit ends the reply, and `stop` if it is given.
-            stop: texts that end the reply, which keeps them, e.g. ["</search>"]; None are the
-                run's. With routing replay, experts of what they end are not on record.
-            tools: that the template tells the policy of; None are the prompt's. Others than a
-                reply was given with begin a sequence of their own.
+            ignore_eos: only this limit, and `stop` if given, ends the reply.
+            stop: texts that end the reply, which keeps them, e.g. ["</search>"]; None means the
+                run's. With routing replay, the experts of their last tokens are not recorded.
+            tools: for the template; None means the prompt's. Changed tools begin a new sequence.
 
         Returns:
-            The reply; without a token, and finished by LENGTH, where the conversation is as long
-            as it may become.
+            The reply; without a token, and finished by LENGTH, if the conversation has reached its
+                limit.
         """
         asked = self.prompt.messages if messages is None else list(messages)
         tools = self.prompt.tools if tools is None else tools or None
-        found, how = await self._given(asked, tools), self.how
+        found, how = await self._tokenize(asked, tools), self.how
         given = found.token_ids
         wanted = max_new_tokens or how.max_new_tokens
         left = min(wanted, how.max_tokens - len(given))
@@ -227,7 +306,7 @@ class Session:
             raise RelaxError(f"{where} says stop = {stop!r}; give a list of texts, none empty")
         return self.conversation.stop(stop)
 
-    async def _sample(self, call: Call, how: How) -> Generation:
+    async def _sample(self, call: Call, how: Sampling) -> Generation:
         seed = seed_of_call(self._seed, self._num_calls - 1)
         try:
             done = await self._sampler.sample(
@@ -239,8 +318,8 @@ class Session:
         self.failure = None
         return done
 
-    async def _given(self, asked: list[Message], tools: Tools) -> Given:
-        """The tokens of a conversation that the policy is to go on with."""
+    async def _tokenize(self, asked: list[Message], tools: Tools) -> Given:
+        """Returns the tokens of a conversation for the policy to continue."""
         prompt, reply = self.prompt, self._reply
         while reply:
             known, is_same = len(reply.asked) + 1, reply.tools == tools
@@ -258,15 +337,16 @@ class Session:
     async def _going_on(self, before: Given, new: list[Message], text: str) -> Given:
         if self._turn_media is None:
             self._refuse_media(new, "to a model that reads text only; use one that takes them")
-            return before.going_on(self.conversation.plain(text) if text else [])
-        return await self._turn_media.added(before, self.prompt.where, new, text)
+            return before.going_on(self.conversation.tokens(text) if text else [])
+        encode = self.conversation.tokens
+        return await self._turn_media.add(before, self.prompt.where, new, text, encode)
 
     def _refuse_media(self, messages: Sequence[Message], where: str) -> None:
         if any(not isinstance(message["content"], str) for message in messages):
             raise RelaxError(f"{self.prompt.where}: an environment shows media {where}")
 
     def _begin(self, given: Given) -> Call:
-        """The call of these tokens: the record's next one, if it is of them, or a new one."""
+        """Returns the record's next call if it has these tokens, or a new one."""
         calls, number = self._record.calls, self._num_calls
         self._num_calls += 1
         if number < len(calls):
@@ -283,7 +363,7 @@ def _call(given: Given, finish: FinishReason | None = None) -> Call:
 
 
 def seed_of_call(seed: int, number: int) -> int:
-    """The seed of a session's call: the session's own for the first, below 2**31."""
+    """Returns the seed of a session's call, below 2**31: the session's own for the first."""
     if number == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4], "big") >> 1

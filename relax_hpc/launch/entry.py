@@ -1,12 +1,14 @@
-"""Entry of a task: `python -m relax_hpc.launch.entry RUN_DIR COMPONENT --start N`.
+"""Runs a task: `python -m relax_hpc.launch.entry RUN_DIR COMPONENT --start N`.
 
-What it runs is in the run directory. How it ended is said by an empty file or by none, see
-`paths.ComponentPaths`: the job's script, `status` and a later attempt look for it.
+The run directory says what it runs. Empty files report how it ended, see `paths.ComponentPaths`, to
+the job's script, `status` and later attempts.
 """
 
 import argparse
+import importlib.util
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,28 +17,29 @@ from pathlib import Path
 
 from submitit import JobEnvironment
 
-from relax_hpc import permissions, storage
-from relax_hpc.comm import cpus
-from relax_hpc.errors import RelaxError
+from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.launch import requeue
-from relax_hpc.paths import ComponentPaths, RunPaths
-from relax_hpc.records import write_text
 from relax_hpc.roles.context import TaskContext
-from relax_hpc.scratch import compiled_folder
-from relax_hpc.storage import delete, exists, patiently
+from relax_hpc.runtime import hardware, text
+from relax_hpc.runtime.files import permissions, storage
+from relax_hpc.runtime.files.records import write_text
+from relax_hpc.runtime.files.scratch import use_private_folder
+from relax_hpc.runtime.files.storage import delete, exists, patiently
+from relax_hpc.runtime.paths import ComponentPaths, RunPaths
 
 log = logging.getLogger(__name__)
 
 TaskMain = Callable[[Path, TaskContext, str], None]
-"""Takes the run directory, who the task is, and how the tasks of its component find each other."""
+"""Takes the run directory, the task, and how the tasks of its component find each other."""
 
 
 def main(run: TaskMain | None = None) -> None:
-    """Runs this task until its role is done, unless its component has finished already.
+    """Runs this task until its role is done, unless its component has already finished.
 
     Args:
-        run: instead of the role; for tests.
+        run: replaces the role; for tests.
     """
+    text.print_anything("utf-8")
     args = _parse()
     storage.settle()
     paths = RunPaths(args.run_dir)
@@ -45,7 +48,7 @@ def main(run: TaskMain | None = None) -> None:
     job_id = JobEnvironment().job_id
     context = _context(args)
     if args.on_node and args.cpus:
-        cpus.take(context.local_rank, args.on_node, args.cpus)
+        hardware.bind_cpus(context.local_rank, args.on_node, args.cpus)
     left = ComponentPaths(folder, job_id)
     if args.by_slurm:
         _open_logs(left, context.rank)
@@ -65,9 +68,9 @@ def main(run: TaskMain | None = None) -> None:
     asks = args.by_slurm and context.rank == 0
     requeue.install(job_id, args.run_dir, asks=asks)
     if asks:
-        context = replace(context, end=requeue.JobEnd(job_id, args.run_dir))
+        context = replace(context, end=requeue.SlurmJobEnd(job_id, args.run_dir))
     try:
-        with compiled_folder(os.environ):
+        with use_private_folder(os.environ):
             (run or _role)(args.run_dir, context, args.bootstrap)
     except RelaxError as error:
         if error.is_final:
@@ -77,14 +80,41 @@ def main(run: TaskMain | None = None) -> None:
     patiently(mine, mine.touch)
 
 
+def check_script(script: Path, run_dir: Path) -> None:
+    """Refuses a job whose script starts modules that this installation does not have.
+
+    Raises:
+        ConfigError: another version wrote the script. A resumed run gets a new one.
+    """
+    if not exists(script):  # a test's, or `evaluate`'s
+        return
+    text = patiently(script, script.read_bytes).decode(errors="replace")
+    for module in sorted(set(re.findall(r"-m (relax_hpc(?:\.\w+)+)", text))):
+        if not _is_there(module):
+            raise ConfigError(
+                f"{script}: starts {module}, which this relax-hpc does not have, so another "
+                f"version wrote it; end the run and start it again: relax-hpc resume {run_dir}"
+            )
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its folder
+        return False
+
+
 def _role(run_dir: Path, context: TaskContext, bootstrap: str) -> None:
     from relax_hpc.roles import task
 
+    if context.rank == 0:
+        script = f"{JobEnvironment().job_id}_submission.sh"
+        check_script(RunPaths(run_dir).submission / script, run_dir)
     task.run(run_dir, context, bootstrap)
 
 
 def _context(args: argparse.Namespace) -> TaskContext:
-    """Tells who this task is, from what Slurm or `local_step` tells submitit."""
+    """Identifies this task, from Slurm's or `local_step`'s variables by way of submitit."""
     environment = JobEnvironment()
     rank = environment.global_rank - args.first_rank + (args.apart_from or 0)
     return TaskContext(
@@ -102,9 +132,9 @@ def _context(args: argparse.Namespace) -> TaskContext:
 
 
 def _open_logs(left: ComponentPaths, rank: int) -> None:
-    """Sends what is printed from here on to logs that are named by the rank in the component.
+    """Sends further output to logs named by the rank in the component.
 
-    Slurm knows ranks of a step only, and counts them otherwise from version to version.
+    Slurm knows only ranks of a step, and its versions count them differently.
     """
     for stream, path in ((sys.stdout, left.log(rank, "out")), (sys.stderr, left.log(rank, "err"))):
         with patiently(path, partial(path.open, "ab")) as file:

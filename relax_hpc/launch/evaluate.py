@@ -1,4 +1,4 @@
-"""A model scored on sets of prompts, here and now: a small run directory without a trainer."""
+"""Scores a model on sets of prompts on this machine, in a small run directory without a trainer."""
 
 import os
 import socket
@@ -7,52 +7,53 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from relax_hpc import job_file, kernel_cache, permissions
-from relax_hpc.config import programs
+from relax_hpc.algorithms.statistics import check_k
+from relax_hpc.config import job_file, programs
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.evaluation.counting import check_k
 from relax_hpc.launch.submit import make_run_dir, resolve
-from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
-from relax_hpc.roles.rollout import alone, broken_media
+from relax_hpc.roles.rollout import alone, row_gate
 from relax_hpc.roles.rollout.check import check_evaluations
-from relax_hpc.roles.rollout.decode_check import Advance
+from relax_hpc.roles.rollout.row_gate import Advance
 from relax_hpc.roles.task import allow_open_files
+from relax_hpc.runtime import kernel_cache
+from relax_hpc.runtime.files import permissions
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry import logs
+from relax_hpc.runtime.telemetry.events import EventWriter
 from relax_hpc.sections import INT32
-from relax_hpc.telemetry import logs
-from relax_hpc.telemetry.events import EventWriter
 
 _OF_JOB = {"name", "run_root", "seed", "model", "prompts", "reward", "rollout", "engines", "eval"}
-"""Tables of a job that an evaluation has; the others are of training."""
+"""Tables of a job that an evaluation uses; the others concern training."""
 _OF_TRAINING = {
     "model": ("weights",),
     "rollout": ("samples_per_prompt", "over_sampling", "routed_experts"),
 }
-"""Keys of those tables that are not."""
+"""Keys of those tables that concern training."""
 
 
-class Asked(NamedTuple):
-    """The wish of whoever evaluates."""
+class EvaluationRequest(NamedTuple):
+    """The request for an evaluation."""
 
     model: Path
     job: Path | None = None
-    """Job file that says how; unset is the defaults of one."""
+    """Job file with settings; default is none."""
     sets: Mapping[str, str] = {}
-    """Data by the name of the set, besides the job's; all of their prompts are scored."""
+    """Data by name of the set, besides the job's; all their prompts are scored."""
     settings: Mapping[str, Any] = {}
     """Keys of `[eval.NAME]`, for every set."""
     overrides: Sequence[str] = ()
-    """section.key=value, of the job."""
+    """section.key=value, for the job."""
     name: str | None = None
-    """Name of the run directory; unset is made of the model's and the time."""
+    """Name of the run directory; default is the model's name and the time."""
 
 
-def job_of(asked: Asked) -> RunConfig:
-    """The job of an evaluation.
+def job_of(asked: EvaluationRequest) -> RunConfig:
+    """Builds the job of an evaluation.
 
     Raises:
-        ConfigError: a key, a value, or no set at all.
+        ConfigError: a wrong key or value, or no set at all.
     """
     config = job_file.with_overrides(_tree(asked), asked.overrides, source=str(asked.job or "eval"))
     assert isinstance(config, RunConfig)
@@ -70,8 +71,7 @@ def job_of(asked: Asked) -> RunConfig:
     return resolved
 
 
-def _tree(asked: Asked) -> dict[str, Any]:
-    """Returns a job with what was asked for in place of what it says; `overrides` come on top."""
+def _tree(asked: EvaluationRequest) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     if asked.job:
         # Mistakes that are the job's own come first.
@@ -92,7 +92,7 @@ def _tree(asked: Asked) -> dict[str, Any]:
 
 
 def _here(name: str, pool: dict[str, Any]) -> dict[str, Any]:
-    """A pool as one task keeps it on this machine."""
+    """Makes a pool fit one task on this machine."""
     if pool["nodes_per_engine"] > 1:
         raise ConfigError(
             f"engines.{name}.nodes_per_engine = {pool['nodes_per_engine']}: relax-hpc eval starts "
@@ -104,21 +104,20 @@ def _here(name: str, pool: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluate(
-    asked: Asked,
+    asked: EvaluationRequest,
     ks: Sequence[int] = (),
     *,
     say: Callable[[str], None] = lambda _: None,
     advance: Advance = lambda *_: None,
 ) -> Path:
-    """Scores every set once, with engines of its own that end with it.
+    """Scores every set once, with its own engines.
 
-    A run directory that was left by an interruption is gone on with.
+    Continues an interrupted run directory.
 
     Args:
-        asked: what and how.
-        ks: that are to be told of.
-        say: is told where the samples are kept, and what is left out.
-        advance: is told how many rows' media were decoded, where the job asks for that.
+        ks: to report.
+        say: gets messages: where the samples are, and what is left out.
+        advance: gets the number of rows whose media are decoded, if the job requests that.
 
     Returns:
         The run directory.
@@ -137,11 +136,11 @@ def evaluate(
     check_evaluations(config)
     sources = alone.read(config, say)
     paths = RunPaths(config.run_dir)
-    with permissions.masked(permissions.UMASKS[config.launch.share]):
+    with permissions.set_umask(permissions.UMASKS[config.launch.share]):
         _open(config, paths)
         say(f"run directory: {paths.root}; if interrupted, --name {config.name} goes on there")
         files = {key: each.records for key, each in sources.by_key.items()}
-        broken_media.decide_if_undecided(config, paths, say=say, advance=advance, files=files)
+        row_gate.decide_media_once(config, paths, say=say, advance=advance, files=files)
         kernel_cache.keep(os.environ, config.launch.kernel_cache)
         logs.setup("rollout", 0, paths.log("rollout", "0"))
         attempt = f"{time.time():.0f}.{os.getpid()}"
@@ -159,7 +158,7 @@ def _open(config: RunConfig, paths: RunPaths) -> None:
         make_run_dir(config, paths)
         return
     permissions.check_run(paths)
-    if job_file.read_resolved(paths.config) != programs.named(config, paths.programs):
+    if job_file.read_resolved(paths.config) != programs.name_copies(config, paths.programs):
         raise ConfigError(
             f"--name {config.name}: {paths.root} is a run of other settings; choose another name"
         )

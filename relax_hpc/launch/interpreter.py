@@ -1,10 +1,11 @@
-"""The interpreter of a component's tasks: which, in which image, after which shell commands.
+"""Chooses the interpreter of a component's tasks, with image and set-up commands.
 
-An image is run by Apptainer or by pyxis, a part of srun.
+Apptainer or pyxis, a plugin of srun, runs an image.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,34 +14,41 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.launch.supervision import SHELL_OPTIONS
+from relax_hpc.runtime import process
 from relax_hpc.sections import Resources
 
 Runner = Literal["apptainer", "pyxis"]
 
-_VERSION = "import json; from importlib import metadata as m; print(json.dumps(m.version('{}')))"
-_HAS = (
-    "import json; from importlib import util as u; s = u.find_spec('{}'); "
-    "print(json.dumps(bool(s and s.origin)))"
+_MARK = "relax-hpc was answered: "
+_SAY = f"print('\\n{_MARK}' + json.dumps({{}}))"
+_ANSWER = re.compile(f"^{_MARK}(.*)$", re.MULTILINE)
+"""The answer is on its own line: a wrapper around the interpreter may print, too."""
+_VERSION = "import json; from importlib import metadata as m; " + _SAY.format("m.version('{}')")
+_HAS = "import json; from importlib import util as u; s = u.find_spec('{}'); " + _SAY.format(
+    "bool(s and s.origin)"
 )
-"""A folder that happens to have the name of a package has no origin."""
+"""A folder that merely shares a package's name has no origin."""
 _PACKAGE = "relax-hpc"
 _LOOK_S = 60
+_OF_BASH = ("BASH_ENV", "ENV", *SHELL_OPTIONS)
+"""Variables that make bash run a file first, or parse differently."""
 _MOUNTS = "--container-mounts="
 
 
 def runner(image: str) -> Runner:
-    """Who runs an image: pyxis one of enroot (.sqsh) or a registry's name, Apptainer any other."""
+    """Returns who runs an image: pyxis for enroot images (.sqsh) and registry names, else
+    Apptainer."""
     is_path = image.startswith("/") or "://" in image
     return "apptainer" if is_path and not image.endswith(".sqsh") else "pyxis"
 
 
 def command(resources: Resources, run_root: Path, python: str) -> list[str]:
-    """The begin of the command of a task: its interpreter, in the image if there is one.
+    """Returns the start of a task's command: its interpreter, in the image if there is one.
 
     Args:
-        resources: of the component.
-        run_root: is seen in the image.
-        python: the interpreter without an image, unless `resources` name one.
+        run_root: mounted in the image.
+        python: the default interpreter without an image.
     """
     image = resources.container
     if image is None:
@@ -52,9 +60,9 @@ def command(resources: Resources, run_root: Path, python: str) -> list[str]:
     return ["apptainer", "exec", *nvidia, "--bind", str(run_root), image, inside]
 
 
-def found_anywhere(resources: Resources) -> Resources:
-    """The same interpreter wherever a process is started: a relative path counts from here. One
-    without a slash is looked up on the nodes, one in an image is the image's."""
+def make_absolute(resources: Resources) -> Resources:
+    """Makes a relative interpreter path absolute. A name without a slash is looked up on the nodes;
+    one in an image is the image's."""
     python = resources.python or ""
     if resources.container is not None or "/" not in python or " " in python:
         return resources
@@ -62,10 +70,10 @@ def found_anywhere(resources: Resources) -> Resources:
 
 
 def srun_options(resources: Resources, run_root: Path) -> list[str]:
-    """Options of srun for an image that pyxis runs, and those that `resources` name.
+    """Returns srun's options for a pyxis image, and the job's own.
 
-    Of an option of a plugin that is repeated srun keeps the last: all mounts are in one. That of
-    the run directory comes last, where no other can hide it.
+    srun keeps only the last of a plugin's repeated options, so all mounts are in one. The run
+    directory's comes last, where no other can hide it.
     """
     image = resources.container
     by_pyxis = image is not None and runner(image) == "pyxis"
@@ -84,7 +92,6 @@ def srun_options(resources: Resources, run_root: Path) -> list[str]:
 
 
 def refuse(lack: str) -> None:
-    """Raises ConfigError: without what is lacking the run cannot begin."""
     raise ConfigError(lack)
 
 
@@ -97,19 +104,17 @@ def check(
     packages: Sequence[str] = (),
     lacks: Callable[[str], None] = refuse,
 ) -> None:
-    """Looks at all of it as far as this machine sees it.
+    """Checks interpreter, image and commands, as far as possible on this machine.
 
     Args:
         key: of the resources, in messages.
-        resources: of a component.
         use_slurm: whether srun will start the tasks.
-        say: is told what only a node can tell.
-        packages: that its tasks import; this interpreter need not have them where Slurm starts the
-            tasks, since a login node may have less than the others.
-        lacks: is told of a package that is missing, and may refuse that.
+        say: gets a message for what only a node can tell.
+        packages: that its tasks import; with Slurm a login node may lack them.
+        lacks: gets the name of a missing package, and may refuse.
 
     Raises:
-        ConfigError: an image or an interpreter that is none, a command that is not whole.
+        ConfigError: an unusable image, interpreter or command.
     """
     for number, line in enumerate(resources.setup):
         _check_line(f"{key}.setup[{number}] = {line!r}", line)
@@ -124,10 +129,11 @@ def check(
 
 
 def _check_line(said: str, line: str) -> None:
-    parse = ["bash", "-n", "-c", line]
-    answer = subprocess.run(parse, capture_output=True, text=True, check=False, timeout=_LOOK_S)
+    plain = {name: value for name, value in os.environ.items() if name not in _OF_BASH}
+    parse = ["bash", "--norc", "-n", "-c", line]
+    answer = process.run(parse, _LOOK_S, environment=plain | {"LC_ALL": "C"})
     if answer.returncode:
-        reason = answer.stderr.strip().splitlines()[0].partition(": line ")[2]
+        reason = (answer.stderr.strip().splitlines() or [""])[0].partition(": line ")[2]
         raise ConfigError(
             f"{said}: is no whole command of bash ({reason.partition(': ')[2]}); write what "
             "belongs together in one entry"
@@ -187,13 +193,12 @@ def _check_version(said: str, python: str) -> None:
 
 
 def _ask(python: str, code: str) -> Any:  # noqa: ANN401
-    """Returns what code prints in an interpreter, as JSON; None if it fails."""
+    """Runs code in an interpreter and parses its output as JSON; None if it fails."""
     look = [python, "-c", code]
     try:
-        answer = subprocess.run(
-            look, capture_output=True, text=True, check=True, timeout=_LOOK_S, cwd="/"
-        )
-        return json.loads(answer.stdout)
+        answer = process.run(look, _LOOK_S, folder=Path("/"))
+        said = _ANSWER.findall(answer.stdout)
+        return json.loads(said[-1]) if said and not answer.returncode else None
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
 

@@ -1,4 +1,4 @@
-"""The same job without Slurm: bash runs the script here, `local_step` starts the tasks."""
+"""Runs the same job without Slurm: bash runs the script, `local_step` starts the tasks."""
 
 import os
 import signal
@@ -8,13 +8,14 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.errors import LaunchError
 from relax_hpc.launch import script
-from relax_hpc.launch.jobs import StartedJob
 from relax_hpc.launch.placement import Component
-from relax_hpc.paths import ComponentPaths
-from relax_hpc.records import read_json
+from relax_hpc.launch.states import StartedJob
+from relax_hpc.launch.supervision import SHELL_OPTIONS
+from relax_hpc.runtime.files.records import read_json
+from relax_hpc.runtime.paths import ComponentPaths
+from relax_hpc.runtime.process import ProcessId
 
 _POLL_S = 0.1
 
@@ -24,29 +25,34 @@ def start(job: script.Job, components: Sequence[Component]) -> StartedJob:
     script.make_folders(job, components)
     job_id = f"local-{uuid.uuid4().hex[:12]}"
     path = job.folder / f"{job_id}_submission.sh"
-    path.write_text(script.local_script(job, components))
+    path.write_bytes(os.fsencode(script.local_script(job, components)))
     with script.batch_log(job.folder, job_id).open("ab") as log:
         bash = subprocess.Popen(
             ["bash", str(path), job_id],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            env={name: value for name, value in os.environ.items() if name not in SHELL_OPTIONS},
             start_new_session=True,
         )
-    controller = ProcessId.of(bash.pid)
+    try:
+        controller = ProcessId.of(bash.pid)
+    except BaseException:  # nobody would know of it
+        os.killpg(bash.pid, signal.SIGTERM)
+        raise
     folders = [job.component_folder(component) for component in components]
     ids = (job_id,) * len(components)
     return StartedJob(job_id, ids, lambda: cancel(controller, folders, job_id), controller)
 
 
 def processes(folder: Path, job_id: str) -> list[ProcessId]:
-    """The step that ran last in a component's folder: its launcher first, then its tasks."""
+    """Returns the newest step of a component: its launcher first, then its tasks."""
     record = read_json(ComponentPaths(folder, job_id).processes) or {"processes": []}
     return [ProcessId.read(entry) for entry in record["processes"]]
 
 
 def end_step(step: Sequence[ProcessId]) -> None:
-    """Asks the launcher of a step to end its tasks; it insists after a grace period."""
+    """Asks a step's launcher to end its tasks; it kills them after a grace period."""
     if step and (launcher := step[0].find()):
         launcher.send_signal(signal.SIGTERM)
 

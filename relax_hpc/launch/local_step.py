@@ -1,11 +1,10 @@
-"""A small srun: starts the tasks of one step on this machine and ends them together.
+"""Starts the tasks of one step on this machine and ends them together, like srun.
 
     python -m relax_hpc.launch.local_step --tasks N --output F --error F ... -- COMMAND ...
 
-`%t` in the log names is the task. Each task is a session of its own, so that it can be ended with
-everything it started; what leaves that session is ended with the step. A task dies with this
-process, and this process ends with the job's controller. The exit code is that of the task that
-failed first.
+`%t` in the log names is the task. Each task is its own session, and is ended with everything it
+started; processes that leave the session end with the step. Tasks die with this process, which ends
+with the job's controller. The exit code is that of the first failed task.
 """
 
 import argparse
@@ -21,26 +20,22 @@ from pathlib import Path
 
 import psutil
 
-from relax_hpc.comm.process_id import ProcessId
-from relax_hpc.parentage import adopt_orphans, end_with_parent
-from relax_hpc.records import write_json
+from relax_hpc.runtime.files.records import write_json
+from relax_hpc.runtime.process import ProcessId, adopt_orphans, end_with_parent
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
-"""Signals that this process waits for. They are blocked, so nothing happens between two lines of
-it."""
+"""Signals that this process waits for; blocked, so that they interrupt nothing."""
 
 
 @dataclass
-class Step:
-    """The running tasks of a step."""
-
+class LocalStep:
     tasks: list["subprocess.Popen[bytes]"] = field(default_factory=list)
     first_failure: int | None = None
-    """Exit code of the task that failed first; the others are ended for it."""
+    """Exit code of the first failed task; the others are ended because of it."""
     end_at: float | None = None
-    """Time at which patience with the tasks ends, once they were told to."""
+    """When tasks that were asked to end are killed."""
 
     @property
     def running(self) -> "list[subprocess.Popen[bytes]]":
@@ -54,7 +49,7 @@ class Step:
             os.kill(task.pid, number)
 
     def end(self) -> None:
-        """Asks the tasks to end; `reap` insists after a grace period."""
+        """Asks the tasks to end; `reap` kills them after a grace period."""
         if self.end_at is None:
             self.end_at = time.monotonic() + _GRACE_S
             self.signal(signal.SIGTERM)
@@ -64,10 +59,10 @@ class Step:
             os.killpg(task.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Collects what ended: tasks, and what they left behind, which is ours then."""
+        """Reaps ended tasks and their orphans, which become ours."""
         if self.end_at is not None and time.monotonic() > self.end_at:
             self.kill()
-        while found := _ended(os.WNOWAIT):
+        while found := _reap(os.WNOWAIT):
             task = next((each for each in self.running if each.pid == found), None)
             if task is None:
                 os.waitpid(found, 0)
@@ -81,8 +76,7 @@ class Step:
                 self.end()
 
 
-def _ended(options: int = 0) -> int | None:
-    """Process id of a child that has ended, if there is one."""
+def _reap(options: int = 0) -> int | None:
     try:
         found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | options)
     except ChildProcessError:
@@ -95,7 +89,7 @@ def main() -> None:
     controller = ProcessId.of(args.controller)
     adopt_orphans()  # what outlives the task that started it is our child
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    step = Step()
+    step = LocalStep()
     for rank in range(args.tasks):
         if not signal.sigpending() & {signal.SIGTERM, signal.SIGINT}:
             step.tasks.append(_start(rank, args, before))
@@ -112,19 +106,19 @@ def main() -> None:
 
 
 def end_what_is_left(timeout_s: float = _GRACE_S) -> None:
-    """Ends what the tasks started and left, in whatever session it is."""
+    """Ends the tasks' remaining descendants, in whatever session."""
     deadline = time.monotonic() + timeout_s
     while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
         for process in left:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        while _ended():
+        while _reap():
             pass
         time.sleep(_POLL_S / 5)
 
 
 def record_processes(path: Path, pids: Sequence[int]) -> None:
-    """Notes who runs, and since when: an id alone may name another process later."""
+    """Records process ids with start times, since ids are reused."""
     processes = []
     for pid in pids:
         try:
@@ -137,7 +131,7 @@ def record_processes(path: Path, pids: Sequence[int]) -> None:
 def _start(
     rank: int, args: argparse.Namespace, signals: Iterable[int]
 ) -> "subprocess.Popen[bytes]":
-    """Starts a task; `signals` are those that were blocked before ours."""
+    """Starts a task; `signals` were blocked before ours."""
 
     # submitit's LocalJobEnvironment reads these names.
     environment = os.environ | {
@@ -163,9 +157,9 @@ def _start(
 
 
 def _gpus(first: int, count: int) -> list[str]:
-    """Returns this component's part of the GPUs that this process may use.
+    """Returns this component's share of the visible GPUs.
 
-    One that is not there is called -1, which is nowhere: the task finds that it lacks one.
+    A missing one is written as -1, which matches none, so the task notices.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(index) for index in range(first + count)]
@@ -173,7 +167,7 @@ def _gpus(first: int, count: int) -> list[str]:
 
 
 def _begin(signals: Iterable[int]) -> None:
-    """Runs in a task, before its command: dies with its parent, and hears what others hear."""
+    """Runs in a task before its command: dies with its parent, and unblocks signals."""
     end_with_parent()
     signal.pthread_sigmask(signal.SIG_SETMASK, signals)
 

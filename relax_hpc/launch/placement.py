@@ -1,4 +1,4 @@
-"""The components of a run, and the requests of each to Slurm, which is not asked anything."""
+"""Derives the components of a run and their Slurm requests, without asking Slurm."""
 
 import math
 import os
@@ -8,35 +8,35 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from relax_hpc.config.run import JobConfig
-from relax_hpc.errors import ConfigError, shown
+from relax_hpc.errors import ConfigError, show
 from relax_hpc.launch import interpreter, profiles
 from relax_hpc.roles import table
 from relax_hpc.roles.role import Place, Role, Side
 from relax_hpc.sections import Resources, WholeJob
 
 MOST_STEPS = 128
-"""Steps of one component, each an srun on the first node. Of more tasks those of a node are one
-step, of more nodes several are."""
+"""Most steps of a component, each an srun on the first node. With more tasks, a step takes all
+tasks of a node; with more nodes, of several nodes."""
 Bootstrap = Literal["mpi", "mpi_job", "files"]
 SAME_NAME = (
     *("partition", "account", "qos", "reservation", "constraint", "exclude", "time"),
     *("cpus_per_task", "mem"),
 )
-"""Fields of Resources that are options of sbatch, with a dash for every underscore."""
+"""Fields of Resources that are options of sbatch, with dashes for underscores."""
 PASSED_ON = ("exclude", "reservation")
-"""Options that sbatch passes on to components further behind, unless these say: none."""
+"""Options that sbatch passes on to later components unless they set them."""
 _VARIABLES = {
     **{"account": "SBATCH_ACCOUNT", "partition": "SBATCH_PARTITION", "qos": "SBATCH_QOS"},
     **{"reservation": "SBATCH_RESERVATION", "constraint": "SBATCH_CONSTRAINT"},
     "time": "SBATCH_TIMELIMIT",
 }
-"""Fields of Resources -> variables of sbatch's that are their defaults."""
+"""Fields of Resources -> sbatch variables with their defaults."""
 _SCRIPT = "the way in which a run is started"
 _DEALT = (
     *("cpu-bind", "gpu-bind", "tres-bind", "accel-bind", "mem-bind", "exclusive", "multi-prog"),
     *("ntasks-per-gpu", "tres-per-task", "mem"),
 )
-"""Options of srun that deal to the tasks of a step what it has, or limit what all of them have."""
+"""Options of srun that distribute a step's resources to its tasks, or limit them together."""
 _LETTERS = {
     **{"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task", "J": "job-name"},
     **{"o": "output", "e": "error", "p": "partition", "A": "account", "q": "qos"},
@@ -48,34 +48,33 @@ _LETTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """Tasks of one role, and as a rule one component of the heterogeneous job."""
+    """Tasks of one role, usually one component of the heterogeneous job."""
 
     name: str
     tasks: int
     resources: Resources
     bootstrap: Bootstrap = "files"
-    """Way in which its tasks find each other."""
+    """How its tasks find each other."""
     on: str | None = None
-    """The component whose nodes and GPUs it uses; it has none of its own then."""
+    """The component whose nodes and GPUs it shares; it then has none of its own."""
     section: str | None = None
-    """Table of the job that says its resources, if one does."""
+    """Table of the job with its resources, if any."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment of its tasks on GPUs, unless the submitter says otherwise."""
+    """Default environment of its tasks on GPUs; the submitter's wins."""
     is_scalable: bool = False
-    """Whether it may hold nodes on which engines are added later."""
+    """Whether it may hold nodes for engines added later."""
     side: Side = "training"
-    """The job that it is in, where the sides of a run are two."""
+    """The job it belongs to, if the run's sides are two jobs."""
     is_apart: bool = False
-    """Whether its tasks know nothing of each other."""
+    """Whether its tasks are independent of each other."""
 
     @property
     def key(self) -> str:
-        """Name of its resources in messages."""
         return f"{self.section or self.name}.resources"
 
     @property
     def has_pmix(self) -> bool:
-        """Whether its tasks find each other by PMIx, whatever version of it."""
+        """Whether its tasks use PMIx, of any version."""
         return self.bootstrap != "files" and (self.resources.mpi or "").startswith("pmix")
 
     @property
@@ -84,7 +83,7 @@ class Component:
 
     @property
     def held_nodes(self) -> int:
-        """Nodes that it asks Slurm for; those beyond `nodes` are idle until engines are added."""
+        """Nodes requested from Slurm; those beyond `nodes` idle until engines are added."""
         return self.resources.max_nodes or self.nodes
 
     @property
@@ -93,20 +92,20 @@ class Component:
 
     @property
     def gpus(self) -> str | None:
-        """GPUs of a node as Slurm writes them: "4", "h100:4"."""
+        """GPUs per node in Slurm's form: "4", "h100:4"."""
         count, kind = self.resources.gpus_per_node, self.resources.gpu_type
         return (f"{kind}:{count}" if kind else str(count)) if count else None
 
     @property
     def cpus_to_take(self) -> int:
-        """CPUs that each of several steps on a node takes of those that it sees; 0: it takes all,
-        since nobody says how many are for a task, or srun is told to bind nothing."""
+        """CPUs that each step on a shared node takes; 0 takes all, if the number per task is
+        unknown, or srun binds nothing."""
         unbound = any(each.startswith("--cpu-bind") for each in self.resources.srun)
         return 0 if unbound else self.resources.cpus_per_task or 0
 
     @property
     def steps(self) -> list[range]:
-        """Ranks of each of its Slurm steps: one task, all of some nodes, or all."""
+        """Ranks of each Slurm step: one task, all of some nodes, or all."""
         ranks, size = range(self.tasks), self.tasks
         if self.is_apart and self.bootstrap == "files" and self.on is None:
             size = self.tasks_per_node * math.ceil(self.nodes / MOST_STEPS)
@@ -115,26 +114,24 @@ class Component:
         return [ranks[first : first + size] for first in ranks[::size]]
 
     def nodes_of(self, ranks: range) -> range:
-        """Nodes of the tasks of a step, by their places among its own."""
+        """Indices of the nodes of a step's tasks."""
         return range(ranks.start // self.tasks_per_node, -(-ranks.stop // self.tasks_per_node))
 
 
 def place(config: JobConfig) -> list[Component]:
-    """The components of a run, in the order of the heterogeneous job.
+    """Returns the components of a run, in the order of the heterogeneous job.
 
     Raises:
-        ConfigError: tasks do not divide over the nodes, or MPI is wanted but not said which, or
-            GPUs of a type but not how many, or options are said that are none, or that the script
-            says.
+        ConfigError: tasks do not divide over the nodes; MPI without its type; a GPU type without a
+            number; or unknown options, or ones that the script sets.
     """
     profile = profiles.load(config.launch.profile)
-    of_job = profile.shared(config.resources)
+    of_job = profile.merge_shared(config.resources)
     found: dict[str, Component] = {}
     for role, asked in table.places(config):
-        assert role.restart == "step", "the script starts failed steps again"
         if asked.beside is None:
             resources = profile.resources(role.profile, config.resources, asked.resources)
-            resources = _with_variables(interpreter.found_anywhere(resources))
+            resources = _with_variables(interpreter.make_absolute(resources))
             found[asked.component] = _component(config, role, asked, resources)
             _check_apart(config, found[asked.component])
             _check_gpus(config, asked, found[asked.component])
@@ -146,8 +143,8 @@ def place(config: JobConfig) -> list[Component]:
 
 
 def _is_dealt(resources: Resources) -> bool:
-    """Whether the tasks of a node belong into one step: srun deals its CPUs or GPUs to them, or
-    unpacks an image for each step."""
+    """Whether a node's tasks must share a step: srun distributes its CPUs or GPUs to them, or
+    unpacks an image per step."""
     image = resources.container
     if image is not None and interpreter.runner(image) == "pyxis":
         return True
@@ -158,7 +155,7 @@ def _is_dealt(resources: Resources) -> bool:
 
 
 def _with_variables(resources: Resources) -> Resources:
-    """Returns requests in which what nobody says is what the submitter's environment says."""
+    """Fills unset requests from the submitter's environment."""
     unsaid = {
         field: value
         for field, variable in _VARIABLES.items()
@@ -167,7 +164,7 @@ def _with_variables(resources: Resources) -> Resources:
     for name, value in unsaid.items():
         if not value.isprintable():
             raise ConfigError(
-                f"${_VARIABLES[name]} = {shown(value)}: has a line break or another control "
+                f"${_VARIABLES[name]} = {show(value)}: has a line break or another control "
                 "character; remove it"
             )
     return resources.model_copy(update=unsaid)
@@ -188,7 +185,7 @@ def _check_apart(config: JobConfig, component: Component) -> None:
 
 
 def _check_gpus(config: JobConfig, asked: Place, component: Component) -> None:
-    """Refuses a type of GPUs of which nobody says a number: on CPUs the job would be a slow one."""
+    """Refuses a GPU type without a number, with which the job would run on CPUs."""
     kind = asked.resources.gpu_type or config.resources.gpu_type
     if kind and "gpus_per_node" not in component.resources.model_fields_set:
         raise ConfigError(
@@ -198,11 +195,11 @@ def _check_gpus(config: JobConfig, asked: Place, component: Component) -> None:
 
 
 def _check_options(component: Component, job: WholeJob) -> None:
-    """Refuses what is no option of sbatch or srun, and options that the script says itself.
+    """Refuses unknown options of sbatch or srun, and those that the script sets itself.
 
     Args:
         component: with options of its own.
-        job: what is asked for all components together.
+        job: options for all components together.
 
     Raises:
         ConfigError: names the entry, and the key that sets the option.
@@ -240,7 +237,7 @@ def _check_options(component: Component, job: WholeJob) -> None:
 _ASKS_FOR_GPUS = re.compile(
     r"--(gres|tres-per-node|tres-per-task|tres-per-job)[=\s]+(.*,)?(gres[:/])?gpu\b"
 )
-"""Options by which a step would get GPUs that the run does not know of, and so compute on CPUs."""
+"""Options that give a step GPUs unknown to the run, which would then compute on CPUs."""
 
 
 def _check_entry(said: str, entry: str, own: Mapping[str, str]) -> None:
@@ -269,7 +266,7 @@ def _check_entry(said: str, entry: str, own: Mapping[str, str]) -> None:
 
 
 def _names(entry: str) -> Iterator[str]:
-    """The long names of the options of an entry, which may be several: "--exclusive -N 3"."""
+    """Yields the long names of an entry's options: "--exclusive -N 3" has two."""
     words = entry.split() if re.search(r"\s", entry.partition("=")[0]) else [entry]
     for word in words:
         if word.startswith("--"):
@@ -279,22 +276,21 @@ def _names(entry: str) -> Iterator[str]:
 
 
 def sides(config: JobConfig, components: Sequence[Component]) -> list[list[Component]]:
-    """Returns the components of each job of a run, that of rollout first."""
+    """Returns the components of each job of a run, rollout's first."""
     if config.launch.layout == "hetjob":
         return [list(components)]
     return [[c for c in components if c.side == side] for side in get_args(Side)]
 
 
 def _beside(host: Component, asked: Place) -> Resources:
-    """Returns the host's resources, which Slurm is asked for, with those that are the component's
-    own."""
+    """Returns the host's resources with the component's own fields."""
     own = {name: getattr(asked.resources, name) for name in asked.own_beside}
     said = {name: value for name, value in own.items() if value}
     return host.resources.model_copy(update=said)
 
 
 def groups(components: Sequence[Component]) -> list[int]:
-    """Returns for each which component of the heterogeneous job it runs in."""
+    """Returns each component's index in the heterogeneous job."""
     hosts = [component.name for component in components if component.on is None]
     return [hosts.index(component.on or component.name) for component in components]
 

@@ -1,30 +1,55 @@
-"""Checks of a job before anything is queued. Each refusal names a remedy."""
+"""Checks a job before anything is queued. Each refusal names a remedy.
+
+Where a check belongs, by what it needs to know: one section, its validator in `config`; several
+sections, `config.checks`; the model, `trainer.megatron.fit`; a role's models, prompts or engines,
+the role's `check.py`; where components lie, `placement`; Slurm, `cluster`; this machine and the
+file system, here.
+"""
 
 import importlib.util
+import math
 import os
 import re
+import resource
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from relax_hpc import kernel_cache, permissions, user_files
-from relax_hpc.comm import gpus
+from relax_hpc.config import programs
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import interpreter, known_runs, partitions, trial
+from relax_hpc.launch import cluster, interpreter, known_runs
 from relax_hpc.launch.placement import Component, sides
 from relax_hpc.roles import table
+from relax_hpc.roles.facts import Facts
+from relax_hpc.roles.role import Say
 from relax_hpc.roles.training.check import (
     check_first_weights,
     check_model,
     check_rate,
-    check_weights,
 )
+from relax_hpc.runtime import hardware, kernel_cache
+from relax_hpc.runtime.files import permissions, user_files
+from relax_hpc.runtime.files.records import sync
+from relax_hpc.runtime.text import is_utf8
 
 _REMEDY = "choose a folder of yours that every node sees"
+_CHOOSE_ANOTHER = (
+    "a run needs that of a file system (docs/reference/file-systems.md); choose another"
+)
+_CLOSE = "chmod go-w what others may write, or use a copy of your own"
 _INHERITED = ("account", "qos")
-"""Fields of resources that a component of a heterogeneous job has from those before it, and for
-which there is no word for none."""
+"""Fields that components of a heterogeneous job inherit, and that cannot be unset."""
+_LIMITS = {
+    "CPU": ("cpu time {} s (-t)", math.inf),
+    "AS": ("address space {} bytes (-v)", math.inf),
+    "FSIZE": ("file size {} bytes (-f)", math.inf),
+    "NPROC": ("processes {} (-u)", 4096),
+    "NOFILE": ("open files {} (-n)", 4096),
+    "MEMLOCK": ("locked memory {} bytes (-l), which NCCL needs for RDMA", 1 << 30),
+}
+"""Limit -> its words, and an amount that is always enough."""
 # Slurm replaces %x in file names, and reads a backslash as "replace nothing".
 _REPLACED = "%\\\n"
 
@@ -38,32 +63,34 @@ def check(
     components: Sequence[Component],
     *,
     use_slurm: bool,
-    say: Callable[[str], None] = _silent,
-    lacks: Callable[[str], None] = interpreter.refuse,
+    say: Say = _silent,
+    lacks: Say = interpreter.refuse,
 ) -> JobConfig:
-    """Refuses a run that cannot work. Its directory is looked at by `check_run_dir`.
+    """Refuses a run that cannot work; `check_run_dir` checks its directory.
 
     Args:
         config: with absolute paths.
-        components: what the run asks for, site profile included.
+        components: with the site profile applied.
         use_slurm: also ask Slurm whether partitions and GPUs exist.
-        say: is told what is left to be checked when the job starts.
-        lacks: is told of packages and GPUs that are missing here, and may refuse that.
+        say: gets messages on what can only be checked when the job starts.
+        lacks: gets missing packages and GPUs, and may refuse.
 
     Returns:
-        The run; how many steps the epochs of supervised fine-tuning are has been counted.
+        The run, with the steps of supervised fine-tuning counted.
 
     Raises:
         ConfigError: the first mistake found.
     """
-    shape = check_model(config.model.path, config.actor)
-    check_weights(config.model.path, shape)
-    check_first_weights(config.model.weights, shape)
+    facts = Facts(config.model.path)
+    check_model(config.model.path, config.actor, facts)
+    facts.check_weights(config.model.path)
+    check_first_weights(config.model.weights, facts.shape)
     table.check_columns(config)
     for role in table.ROLES:
-        config = role.checked(config, shape, say)
+        config = role.check_job(config, facts, say)
     check_boards(config)
     check_notify(config)
+    tell_of_programs(config, say)
     check_rate(config, say)
     for component in components:
         check_component(component)
@@ -75,26 +102,69 @@ def check(
         )  # fmt: skip
     if use_slurm:
         hosts = [each for each in components if not each.on]
+        slurm = cluster.Cluster()
         for part in sides(config, hosts):
-            partitions.check_partitions(part, partitions.partitions())
-            partitions.check_limits(part)
+            cluster.check_partitions(part, slurm.nodes)
+            cluster.check_limits(part, slurm)
             tell_inherited(part, say)
-            trial.check_number(part)
+            cluster.check_number(part, slurm)
         every = config.actor.save_every
         whose, save_s = known_runs.longest_save(config.model.path)
-        partitions.check_preemption(hosts, save_every=every, save_s=save_s, whose=whose, say=say)
+        cluster.check_preemption(
+            hosts, slurm, save_every=every, save_s=save_s, whose=whose, say=say
+        )
+        tell_limits(components, slurm, say)
     else:
         check_gpus(components, lacks)
     check_kernel_cache(config, components, say)
+    tell_engines(config, components, say)
     return config
 
 
-def tell_inherited(components: Sequence[Component], say: Callable[[str], None]) -> None:
-    """Says what sbatch passes on to the components behind one that asked for it.
+def tell_engines(config: JobConfig, components: Sequence[Component], say: Say) -> None:
+    """Names the pools that run the small embedded engine on GPUs by default."""
+    if not isinstance(config, RunConfig):
+        return
+    gpus_of = {each.name: each.resources.gpus_per_node for each in components}
+    for each in components:
+        pool = config.engines.get(each.name)
+        if pool is None or "kind" in pool.model_fields_set or pool.kind != "embedded":
+            continue
+        if gpus_of[each.on or each.name]:
+            say(
+                f"engines.{each.name}.kind: is not set, so the small embedded engine samples on "
+                'the GPUs that are asked for; "sglang" is the fast one, "embedded" if it is meant'
+            )
+
+
+def tell_limits(components: Sequence[Component], slurm: cluster.Cluster, say: Say) -> None:
+    """Names resource limits of this process that would end tasks, if Slurm propagates them."""
+    if any("--propagate" in option for option in components[0].resources.sbatch):
+        return
+    handed_on = slurm.config.get("PropagateResourceLimits", "ALL").upper()
+    kept = slurm.config.get("PropagateResourceLimitsExcept", "(null)").upper()
+    some, but = handed_on.split(","), [] if kept in ("", "(NULL)") else kept.split(",")
+    found = []
+    for name, (words, enough) in _LIMITS.items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        limit = resource.getrlimit(kind)[name == "NOFILE"]  # tasks raise that one to the hard limit
+        is_handed_on = name not in but and (but or name in some or "ALL" in some)
+        matters = name != "MEMLOCK" or any(each.resources.gpus_per_node for each in components)
+        if is_handed_on and matters and limit != resource.RLIM_INFINITY and limit < enough:
+            found.append(words.format(limit))
+    if found:
+        say(
+            f"limits of this shell: {', '.join(found)}: Slurm hands them on to the tasks, which "
+            f'they may end; set {components[0].key}.sbatch = ["--propagate=NONE"], or submit from '
+            "a shell without them (ulimit -a)"
+        )
+
+
+def tell_inherited(components: Sequence[Component], say: Say) -> None:
+    """Names options that sbatch passes on to later components.
 
     Args:
-        components: of one job, in order, each with nodes of its own.
-        say: is told.
+        components: of one job, in order, each with its own nodes.
     """
     for name in _INHERITED:
         said: Component | None = None
@@ -109,18 +179,16 @@ def tell_inherited(components: Sequence[Component], say: Callable[[str], None]) 
 
 
 def _packages(config: JobConfig, component: Component) -> list[str]:
-    """Packages that the tasks of a component import, and that this one may be without."""
+    """Packages that a component's tasks import, and that may be missing."""
     pool = config.engines.get(component.name) if isinstance(config, RunConfig) else None
     return ["sglang"] if pool and pool.kind == "sglang" else []
 
 
-def check_gpus(
-    components: Sequence[Component], lacks: Callable[[str], None] = interpreter.refuse
-) -> None:
-    """Tells `lacks` if this machine has not the GPUs of all components side by side."""
+def check_gpus(components: Sequence[Component], lacks: Say = interpreter.refuse) -> None:
+    """Calls `lacks` if this machine has too few GPUs for all components."""
     hosts = [each for each in components if each.on is None and each.resources.gpus_per_node]
     asked = sum(each.resources.gpus_per_node for each in hosts)
-    if asked and (found := gpus.count()) < asked:
+    if asked and (found := hardware.count_gpus()) < asked:
         said = ", ".join(
             f"{each.key}.gpus_per_node = {each.resources.gpus_per_node}" for each in hosts
         )
@@ -131,9 +199,9 @@ def check_gpus(
 
 
 def check_kernel_cache(
-    config: JobConfig, components: Sequence[Component], say: Callable[[str], None] = _silent
+    config: JobConfig, components: Sequence[Component], say: Say = _silent
 ) -> None:
-    """Checks that nobody else can put kernels where ours are kept, and says where that is."""
+    """Checks that nobody else can write to the kernel cache, and reports its place."""
     root = config.launch.kernel_cache
     if root is None:
         if any(each.resources.gpus_per_node for each in components):
@@ -144,6 +212,7 @@ def check_kernel_cache(
         return
     if os.path.lexists(root):
         kernel_cache.check(root)
+    kernel_cache.check_above(root)
     name = kernel_cache.folder_of(root).name
     say(f"kernels: are kept in {root}, those of this interpreter's versions in {name}")
 
@@ -166,8 +235,26 @@ def check_notify(config: JobConfig) -> None:
         )
 
 
+def tell_of_programs(config: JobConfig, say: Say) -> None:
+    """Names programs of a job that others may have written, or may write later."""
+    for file in dict.fromkeys(programs.files_of(config)):
+        if doubt := permissions.doubt_of(file):
+            say(
+                f"{file}: {doubt}, so others may write what runs as you; the run has a copy of it "
+                f"and of the files beside it that it imports, and imports nothing else from there; "
+                f"chmod -R go-w {file.parent}"
+            )
+    commands = {"notify.command": (Path(), config.notify.command)}
+    if isinstance(config, RunConfig) and (agent := config.rollout.program) is not None:
+        commands["rollout.program.command"] = agent.folder, agent.command
+    for key, (folder, command) in commands.items():
+        for file in [folder / (shutil.which(word) or word) for word in command]:
+            if file.is_file() and (doubt := permissions.doubt_of(file)):
+                say(f"{key}: {file}: {doubt}, so others may write what runs as you; {_CLOSE}")
+
+
 def check_boards(config: JobConfig) -> None:
-    """Checks that what sends curves is installed."""
+    """Checks that the exporters are installed."""
     for name in config.boards.export:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
@@ -176,8 +263,18 @@ def check_boards(config: JobConfig) -> None:
             )
 
 
-def check_run_dir(run_dir: Path, name: str, *, say: Callable[[str], None] = _silent) -> None:
-    """Refuses a run directory that cannot be made, and says where others may replace it."""
+def check_names(run_dir: Path) -> None:
+    """Refuses folder names that are not UTF-8; relative paths count from here."""
+    for folder in (run_dir, Path.cwd()):
+        if not is_utf8(str(folder)):
+            raise ConfigError(
+                f"{folder}: its name is no UTF-8 text, as records and tokenizers need it; rename "
+                "it, or run this in another folder"
+            )
+
+
+def check_run_dir(run_dir: Path, name: str, *, say: Say = _silent) -> None:
+    """Refuses a run directory that cannot be made, and warns if others may replace it."""
     key = f"run_root = {str(run_dir.parent)!r}"
     if any(character in str(run_dir) for character in _REPLACED):
         raise ConfigError(
@@ -205,19 +302,129 @@ def check_run_dir(run_dir: Path, name: str, *, say: Callable[[str], None] = _sil
         raise ConfigError(f"{key}: {existing} is not a folder; {_REMEDY}")
     if not writable:
         raise ConfigError(f"{key}: {existing} cannot be written to; {_REMEDY}")
-    for folder, mode in permissions.open_above(run_dir).items():
+    check_file_system(key, existing, say)
+    for folder, doubt in permissions.replaceable(run_dir).items():
         say(
-            f"{key}: {folder} has mode {mode:04o}: others may put a run directory of theirs in the "
-            f"place of yours there; chmod +t {folder}, which its owner may, or choose another"
+            f"{key}: {folder} {doubt.why}: others may put a run directory of theirs in the "
+            f"place of yours there; {doubt.remedy}"
         )
 
 
+def check_file_system(key: str, folder: Path, say: Say) -> None:
+    """Tests what a run needs of its file system (docs/reference/file-systems.md), in a temporary
+    folder.
+
+    Args:
+        key: of the run root, in messages.
+        folder: an existing one, where the run root is or will be.
+        say: gets a message for each fallback.
+
+    Raises:
+        ConfigError: names what fails.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix=".relax-hpc-", dir=folder) as name:
+            for what, attempt in _TRIED.items():
+                _try(f"{key}: {folder}: {what}", Path(name), attempt)
+            _try_links(f"{key}: {folder}", Path(name), say)
+    except OSError as error:
+        said = (
+            f"cannot be written to: {error.strerror}; choose a folder of yours that every node sees"
+        )
+        raise ConfigError(f"{key}: {folder} {said}") from None
+
+
+def _try(said: str, folder: Path, attempt: Callable[[Path], bool]) -> None:
+    try:
+        if attempt(folder):
+            return
+        why = "does not happen"
+    except OSError as error:
+        why = f"fails: {error.strerror}"
+    raise ConfigError(f"{said} {why}; {_CHOOSE_ANOTHER}")
+
+
+def _renames(folder: Path) -> bool:
+    new, old = folder / "new", folder / "old"
+    new.write_bytes(b"new")
+    old.write_bytes(b"old")
+    new.rename(old)
+    return not new.exists() and old.read_bytes() == b"new"
+
+
+def _keeps(folder: Path) -> bool:
+    (folder / "kept").write_bytes(b"kept")
+    sync(folder / "kept")
+    sync(folder)
+    return True
+
+
+def _lets_one_have_a_name(folder: Path) -> bool:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    os.close(os.open(folder / "own", flags))
+    try:
+        os.close(os.open(folder / "own", flags))
+    except FileExistsError:
+        return True
+    return False
+
+
+def _shows(folder: Path) -> bool:
+    path = folder / "shown"
+    with path.open("wb", buffering=0) as file:
+        file.write(b"1")
+        os.fsync(file.fileno())
+        first = path.read_bytes()
+        file.write(b"2")
+        os.fsync(file.fileno())
+        return (first, path.read_bytes()) == (b"1", b"12")
+
+
+def _refuses_a_folders_name(folder: Path) -> bool:
+    for name in ("first", "second"):
+        (folder / name / name).mkdir(parents=True)
+    try:
+        (folder / "second").rename(folder / "first")
+    except OSError:
+        return (folder / "first" / "first").exists()
+    return False
+
+
+_TRIED: dict[str, Callable[[Path], bool]] = {
+    "a rename that replaces a file": _renames,
+    "fsync of a file and of a folder": _keeps,
+    "O_EXCL, which lets one of two have a name,": _lets_one_have_a_name,
+    "a file that shows what was written before fsync": _shows,
+}
+
+
+def _try_links(said: str, folder: Path, say: Say) -> None:
+    """Without hard links, records with competing writers begin as folders."""
+    for name in ("one", "other"):
+        (folder / name).touch()
+    try:
+        os.link(folder / "one", folder / "taken")
+    except OSError as error:
+        what = "a folder that gets the name of another with something in it being refused"
+        _try(f"{said}: {what}", folder, _refuses_a_folders_name)
+        say(
+            f"{said}: has no hard links ({error.strerror}); resumes, requests and announced ends "
+            "are published by renaming folders, which does the same"
+        )
+        return
+    try:
+        os.link(folder / "other", folder / "taken")
+    except FileExistsError:
+        return
+    raise ConfigError(f"{said}: a link to a name that is taken is not refused; {_CHOOSE_ANOTHER}")
+
+
 def check_component(component: Component) -> None:
-    """Checks that one component's requests make sense by themselves."""
+    """Checks one component's requests by themselves."""
     key, resources = component.key, component.resources
     if resources.time is not None:
         try:
-            partitions.minutes(resources.time)
+            cluster.minutes(resources.time)
         except ValueError:
             raise ConfigError(
                 f'{key}.time = {resources.time!r}: is not a time limit; '
@@ -231,19 +438,19 @@ def check_component(component: Component) -> None:
         )
 
 
-def doubt_times(components: Sequence[Component], say: Callable[[str], None]) -> None:
-    """Says of "1:30", once, that Slurm reads minutes and seconds."""
+def doubt_times(components: Sequence[Component], say: Say) -> None:
+    """Warns once that Slurm reads "1:30" as minutes and seconds."""
     keys = {each.resources.time: f"{each.key}.time" for each in reversed(components)}
     for time, key in keys.items():
         if time and re.fullmatch(r"\d+:\d+", time):
             say(
-                f"{key} = {time!r}: is {partitions.minutes(time)} min, as Slurm reads it "
+                f"{key} = {time!r}: is {cluster.minutes(time)} min, as Slurm reads it "
                 f'(minutes:seconds); hours are written "{time}:00"'
             )
 
 
 def check_max_nodes(component: Component) -> None:
-    """Nodes held for engines to come are a scalable role's, and its own nodes are among them."""
+    """Only a scalable role may hold nodes for later engines; `max_nodes` includes its own nodes."""
     resources = component.resources
     if resources.max_nodes is None:
         return

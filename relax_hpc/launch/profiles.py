@@ -1,32 +1,37 @@
-"""Site profiles: what a cluster wants to hear from every job, written once by whoever knows it.
+"""Loads site profiles: a cluster's defaults for every job.
 
-A profile has the keys of a component's `resources` at the top, for every component, and may have a
-table per role that overrides them. A job's `[resources]` override both, and its components' own.
+A profile has the keys of `resources` at the top, for every component, and optional tables per role
+that override them. A job's `[resources]` and its components' own override both.
 """
 
-import difflib
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError, create_model
 
-from relax_hpc.errors import ConfigError, shown
-from relax_hpc.job_file import read_toml
+from relax_hpc.config.job_file import read_toml
+from relax_hpc.config.run import Network
+from relax_hpc.errors import ConfigError, nearest, show
 from relax_hpc.roles.table import profile_tables
+from relax_hpc.runtime.text import wrong
 from relax_hpc.sections import Resources, SharedResources, WholeJob
 
-PROFILES = Path(__file__).parents[1] / "profiles"
-"""Folder of the profiles that come with the package."""
+PROFILES = Path(__file__).parent / "sites"
+"""Profiles in the package."""
 VARIABLE = "RELAX_PROFILE"
 
 
 class Profile(WholeJob, Resources):
-    """A site's defaults for every component. Tables of roles are added by `_kind`."""
+    """A site's defaults for every component. `_kind` adds tables of roles."""
+
+    network: Network | None = None
+    """Default of `launch.network`."""
 
     def resources(self, table: str | None, shared: SharedResources, job: Resources) -> Resources:
-        """Returns a component's requests: the job's fields over those that its components share,
-        over its table's here, over the site's."""
+        """Merges a component's requests: the job's own fields, its shared ones, this profile's
+        table, then the profile's top level."""
         others = set(type(self).model_fields) - set(Resources.model_fields)
         asked = self.model_dump(exclude_unset=True, exclude=others)
         of_role: Resources = getattr(self, table) if table else Resources()
@@ -34,29 +39,45 @@ class Profile(WholeJob, Resources):
         asked |= shared.model_dump(exclude_unset=True, exclude=set(WholeJob.model_fields))
         return Resources.model_validate(asked | job.model_dump(exclude_unset=True))
 
-    def shared(self, job: SharedResources) -> SharedResources:
-        """Returns what a job's components share, with what the site wants said of a whole job."""
+    def merge_shared(self, job: SharedResources) -> SharedResources:
+        """Merges what a job's components share with the site's options for a whole job."""
         of_job = set(WholeJob.model_fields)
         site = self.model_dump(exclude_unset=True, include=of_job)
         return job.model_copy(update=site | job.model_dump(exclude_unset=True, include=of_job))
 
 
 def _kind() -> type[Profile]:
-    """A profile with a table for each that the table of roles names."""
+    """Returns a profile class with a table per role."""
     tables: dict[str, Any] = {name: (Resources, Resources()) for name in profile_tables()}
     return create_model("Profile", __base__=Profile, **tables)
 
 
 def folder() -> Path:
-    """Folder of the user's own profiles."""
+    """Returns the folder of the user's own profiles.
+
+    Raises:
+        ConfigError: the user has no home, and no variable names the folder.
+    """
     said = os.environ.get("XDG_CONFIG_HOME", "")
-    return (Path(said) if Path(said).is_absolute() else Path.home() / ".config") / "relax-hpc"
+    try:
+        return (Path(said) if Path(said).is_absolute() else Path.home() / ".config") / "relax-hpc"
+    except RuntimeError:
+        raise ConfigError(
+            "you have no home folder here, so no profiles; say HOME=... or XDG_CONFIG_HOME=..."
+        ) from None
+
+
+def _places() -> list[Path]:
+    """Returns the profile folders, the user's first."""
+    with suppress(ConfigError):
+        return [folder(), PROFILES]
+    return [PROFILES]
 
 
 def chosen(name: str | None) -> str | None:
-    """The profile of a job that names `name`: the path of a file, or one that comes along.
+    """Resolves a profile's name to a file's path or an included profile.
 
-    None: it names none, and neither `$RELAX_PROFILE` nor `default.toml` in `folder` says which.
+    None if the job, `$RELAX_PROFILE` and `default.toml` name none.
 
     Raises:
         ConfigError: no such profile.
@@ -65,14 +86,14 @@ def chosen(name: str | None) -> str | None:
     if name is None and (name := os.environ.get(VARIABLE)):
         key = f"${VARIABLE}"
     if name is None:
-        default = folder() / "default.toml"
-        return str(default) if _is_there(default) else None
+        own = [place / "default.toml" for place in _places() if place != PROFILES]
+        return next((str(default) for default in own if _is_there(default)), None)
     path = _locate(key, name)
     return path.stem if path.parent == PROFILES else str(path)
 
 
 def load(name: str | None) -> Profile:
-    """Reads the profile that `chosen` chooses; the empty one if there is none.
+    """Reads the profile that `chosen` chooses; an empty one if there is none.
 
     Raises:
         ConfigError: no such profile, an unknown key, or a wrong value.
@@ -97,31 +118,28 @@ def load(name: str | None) -> Profile:
 
 
 def _locate(key: str, name: str) -> Path:
-    own = folder()
-    for path in (own / f"{name}.toml", PROFILES / f"{name}.toml"):
+    places = _places()
+    for path in (place / f"{name}.toml" for place in places):
         if _is_there(path):
             return path
     if _is_there(Path(name)):
         return Path(name).absolute()
-    known = sorted({path.stem for place in (own, PROFILES) for path in place.glob("*.toml")})
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"use a path, or one of {', '.join(known)}"
+    known = sorted({path.stem for place in places for path in place.glob("*.toml")})
+    hint = nearest(name, known) or f"use a path, or one of {', '.join(known)}"
     raise ConfigError(f"{key} = {name!r}: no such profile; {hint}")
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a file can be read; one in a folder that is shut to us is as one that is not."""
+    """Whether a file can be read; an inaccessible folder counts as missing."""
     return os.access(path, os.R_OK) and path.is_file()
 
 
 def _explain(item: Any, kind: type[Profile]) -> str:  # noqa: ANN401
-    if item["type"] == "value_error":  # of a table as a whole
-        return ": ".join([*map(str, item["loc"]), str(item["ctx"]["error"])])
-    *table, key = map(str, item["loc"])
-    dotted = ".".join([*table, key])
+    dotted = ".".join(map(str, item["loc"]))
     if item["type"] != "extra_forbidden":
-        return f"{dotted} = {shown(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}"
+        said = wrong(item)
+        return f"{dotted} = {show(item['input'])}: {said}" if dotted else said
+    *table, key = map(str, item["loc"])
     known = list((Resources if table else kind).model_fields)
-    close = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"a profile takes {', '.join(known)}"
-    return f"{dotted} = {shown(item['input'])}: unknown key; {hint}"
+    hint = nearest(key, known) or f"a profile takes {', '.join(known)}"
+    return f"{dotted} = {show(item['input'])}: unknown key; {hint}"

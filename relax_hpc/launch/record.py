@@ -1,4 +1,5 @@
-"""`control/launch.json`: what `submit` and `resume` started. Status, logs and cancel begin here."""
+"""Reads and writes `control/launch.json`, the record of started jobs for status, logs and
+cancel."""
 
 import os
 import socket
@@ -8,14 +9,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.comm.process_id import ProcessId
-from relax_hpc.errors import ConfigError
-from relax_hpc.paths import RunPaths
-from relax_hpc.printable import argument
-from relax_hpc.records import read_json, write_json, write_json_once
+from relax_hpc.errors import ConfigError, without_number
+from relax_hpc.runtime.files.records import read_json, retract, write_json, write_json_once
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.process import ProcessId
+from relax_hpc.runtime.text import argument
 
 _CLAIM_S = 900
-"""Seconds after which a claim whose process cannot be looked at promises no job any more."""
+"""Seconds after which a claim by an unreachable process expires."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +39,21 @@ class LaunchRecord:
 
     mode: str
     leader: str
-    """Id of the job; of two, that of rollout."""
+    """Id of the job; of rollout's if there are two."""
     components: tuple[LaunchedComponent, ...]
     time: float
     controller: ProcessId | None
     """The process that runs the script of a local job."""
     node: str | None = None
-    """Node on which that process runs."""
+    """Node of that process."""
     number: int = 1
-    """The first is the one by `submit`."""
+    """1 is `submit`'s."""
     earlier: tuple["LaunchRecord", ...] = ()
-    """Launches before this one, oldest first."""
+    """Earlier launches, oldest first."""
 
     @property
     def leaders(self) -> tuple[str, ...]:
-        """Ids of its jobs: two where the sides of the run are apart."""
+        """Ids of its jobs: two if the run's sides are separate."""
         return tuple(dict.fromkeys(each.leader for each in self.components))
 
     @property
@@ -66,15 +67,13 @@ class LaunchRecord:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it is a local job of another machine, whose processes cannot be seen here."""
+        """Whether it is a local job of another machine."""
         return self.controller is not None and self.node not in (None, socket.gethostname())
 
 
 def read(run_dir: Path) -> LaunchRecord:
-    """Reads the record of a run.
-
-    Raises:
-        ConfigError: not a run directory, nothing was started in it, or the record is not ours.
+    """Raises:
+    ConfigError: not a run directory, nothing was started in it, or the record is not ours.
     """
     paths = RunPaths(run_dir.absolute())
     try:
@@ -93,7 +92,7 @@ def read(run_dir: Path) -> LaunchRecord:
 
 
 def write(paths: RunPaths, launched: LaunchRecord, provenance: Mapping[str, Any]) -> None:
-    """Records a launch and those before it; by the process that has claimed its number."""
+    """Records a launch with earlier ones; only for the process that claimed its number."""
     earlier = [_fields(each) for each in launched.earlier]
     write_json(paths.launch_record, {**_fields(launched), "earlier": earlier, **provenance})
 
@@ -107,7 +106,7 @@ def _fields(launched: LaunchRecord) -> dict[str, Any]:
 
 
 def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{type(error).__name__}: {without_number(error)}".splitlines()[0]
 
 
 def _parse(
@@ -135,16 +134,16 @@ def _parse(
 
 
 def claim(paths: RunPaths, newest: LaunchRecord, *, sure: bool) -> int:
-    """Makes this process the one that starts the run next: of several, one succeeds.
+    """Claims the next launch: only one of several processes succeeds.
 
     Args:
-        paths: of the run.
-        newest: launch of the run, as this process has looked at it and found it ended.
-        sure: a claim of somebody who has died counts for nothing, unless a launch came of it.
+        newest: launch that this process has found ended.
+        sure: ignore claims of dead processes, unless a launch followed.
 
     Returns:
-        The number that was claimed. The claim stays, and a job of an earlier launch that begins
-        afterwards, e.g. since Slurm requeued it, ends at once.
+        The claimed number. The claim stays; a job of an earlier launch that starts later, e.g.
+            requeued
+        by Slurm, ends at once.
 
     Raises:
         ConfigError: somebody else has claimed it, or has started it meanwhile.
@@ -165,13 +164,13 @@ def claim(paths: RunPaths, newest: LaunchRecord, *, sure: bool) -> int:
     try:
         _check_newest(paths, newest)
     except ConfigError:
-        path.unlink()
+        retract(path)
         raise
     return number
 
 
 def _check_newest(paths: RunPaths, newest: LaunchRecord) -> None:
-    """Makes sure that nobody has recorded a launch since: of that one nothing is known to end."""
+    """Checks that no launch was recorded since, which might still run."""
     found = read(paths.root)
     if found.number != newest.number:
         raise ConfigError(
@@ -181,14 +180,14 @@ def _check_newest(paths: RunPaths, newest: LaunchRecord) -> None:
         )
 
 
-def unrecorded(paths: RunPaths, launched: LaunchRecord) -> Path | None:
-    """The claim of somebody who has begun to start the run and has not recorded a job."""
+def find_unrecorded(paths: RunPaths, launched: LaunchRecord) -> Path | None:
+    """Returns the claim of a process that has begun to start the run without a recorded job."""
     path = paths.launch_claim(launched.number + 1)
     return path if path.exists() else None
 
 
 def _is_void(path: Path) -> bool:
-    """Whether there is a claim there whose process has died, or must have."""
+    """Whether a claim's process has died, or must have."""
     found = read_json(path)
     if found is None:
         return False

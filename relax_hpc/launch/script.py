@@ -1,8 +1,8 @@
-"""The text that runs a job: one generator for Slurm and for this machine.
+"""Generates the script that runs a job, for Slurm and for this machine.
 
-Slurm runs it as a batch script on the first node of component 0; locally bash runs it directly.
-The two differ in the `#SBATCH` lines and in the word that starts a step: `srun`, or our
-`local_step`. Restarting, ending the others and the last report are the same lines of bash.
+Slurm runs it as a batch script on the first node of component 0; locally bash runs it. The two
+differ in the `#SBATCH` lines and in the launcher of a step: `srun`, or our `local_step`. All other
+lines are the same.
 """
 
 import itertools
@@ -17,9 +17,18 @@ from typing import Any
 from relax_hpc.config.run import RESTART_DELAYS_S, RESTART_WINDOW_S
 from relax_hpc.launch import interpreter, requeue
 from relax_hpc.launch.placement import PASSED_ON, SAME_NAME, Component, groups
-from relax_hpc.launch.supervision import INHERITED, KEEP_OPTIONS, PLAIN, RING, SUPERVISION, WAIT
-from relax_hpc.paths import RunPaths
+from relax_hpc.launch.supervision import (
+    BEGIN,
+    INHERITED,
+    KEEP,
+    PLAIN,
+    RING,
+    SET_ASIDE,
+    SUPERVISION,
+    WAIT,
+)
 from relax_hpc.roles.role import Side
+from relax_hpc.runtime.paths import RunPaths
 
 # Options that only mean something once in a heterogeneous job: component 0 says them.
 _LEADER_ONLY = {
@@ -33,33 +42,32 @@ _NO_HOLDER = "the process that gives idle nodes back fails again and again; resu
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The facts that the script needs besides its components."""
+    """The facts for the script besides its components."""
 
     name: str
     run_dir: Path
-    """Absolute."""
     max_restarts: int = 0
     restart_delays_s: tuple[float, ...] = RESTART_DELAYS_S
     has_summary: bool = True
-    """Whether the end is summed up; toys of tests have nothing to sum up."""
+    """Whether to write a summary at the end; false for toy jobs in tests."""
     task: tuple[str, ...] = ("-P", "-m", "relax_hpc.launch.entry")
-    """Arguments of Python in every task."""
+    """Python's arguments in every task."""
     look_every_s: float = 15.0
-    """Seconds between questions to Slurm whether a step over several components is still there."""
+    """Seconds between checks that a step over several components is alive."""
     umask: int = 0o077
     """Umask of all tasks and logs."""
     comment: str | None = None
     mail: str | None = None
-    """Address that Slurm writes to."""
+    """Address for Slurm's mails."""
     dependency: str | None = None
     exports: tuple[str, ...] = ()
-    """Services that are sent the curves."""
+    """Services that get the curves."""
     seen: Path | None = None
-    """Folder that images see; unset is the one that the run directory is in."""
+    """Folder mounted in images; default is the run directory's parent."""
     side: Side | None = None
-    """The side of the run that is this job; None where all of it is one."""
+    """The run's side that is this job; None for a single job."""
     next_claim: Path | None = None
-    """Is there once the run has been started anew: a job that begins then must end at once."""
+    """Exists once the run was started anew: then a late job must end at once."""
 
     @property
     def seen_folder(self) -> Path:
@@ -74,13 +82,12 @@ class Job:
 
 
 def make_folders(job: Job, components: Sequence[Component]) -> None:
-    """Makes the folders in which the script and the tasks write."""
     for component in components:
         job.component_folder(component).mkdir(parents=True, exist_ok=True)
 
 
 def slurm_script(job: Job, components: Sequence[Component]) -> str:
-    """The batch script of a job, heterogeneous if there are several components.
+    """Returns the batch script of a job, heterogeneous if it has several components.
 
     Its log is FOLDER/<job id>_batch.log.
     """
@@ -100,19 +107,19 @@ def slurm_script(job: Job, components: Sequence[Component]) -> str:
     ]
     pmix = any(each.has_pmix for each in components)
     prepare = [
+        f"unset {INHERITED}",
         f"export SLURM_UMASK={job.umask:04o}",  # srun would give tasks that of sbatch
         "export SLURM_EXPORT_ENV=ALL",  # whatever of its environment sbatch was told to export
-        "export SUBMITIT_EXECUTOR=hetslurm",
+        "export SUBMITIT_EXECUTOR=hetslurm PYTHONUTF8=1",  # whatever locale `setup` sets
         "job_id=$SLURM_JOB_ID",
         'ask_controller=(squeue --noheader --jobs="$job_id")',
-        f"unset {INHERITED}",
         *([RING] if pmix else []),
     ]
     return _assemble(head, prepare, job, components, steps, [])
 
 
 def local_script(job: Job, components: Sequence[Component]) -> str:
-    """The same without Slurm: run as `bash SCRIPT JOB_ID`."""
+    """Returns the same without Slurm: run as `bash SCRIPT JOB_ID`."""
     first, first_gpu = dict[str, int](), 0
     for component in components:
         if component.on is None:
@@ -123,7 +130,7 @@ def local_script(job: Job, components: Sequence[Component]) -> str:
         for k, each in enumerate(components)
     ]
     prepare = [
-        *("unset SLURM_RESTART_COUNT", "export SUBMITIT_EXECUTOR=local", "job_id=$1"),
+        *("unset SLURM_RESTART_COUNT", "export SUBMITIT_EXECUTOR=local PYTHONUTF8=1", "job_id=$1"),
         "ask_controller=(true)",
     ]
     return _assemble(["#!/bin/bash"], prepare, job, components, steps, ["--local"])
@@ -135,7 +142,7 @@ def batch_log(folder: Path, job_id: str) -> Path:
 
 
 def exit_code_file(folder: Path, job_id: str) -> Path:
-    """The last thing the script writes; 143 when the job was cancelled."""
+    """Returns the file that the script writes last; 143 means cancelled."""
     return folder / f"{job_id}_exit_code"
 
 
@@ -149,25 +156,25 @@ def _assemble(
 ) -> str:
     code = f'{shlex.quote(str(job.folder))}/"$job_id"_exit_code'
     lines = [
-        *head, "", f"umask {job.umask:04o}", *prepare,
-        *_superseded(job),
+        *head, BEGIN, SET_ASIDE, f"umask {job.umask:04o}", *prepare,
+        *_check_superseded(job),
         f"rm -f {code} # of an attempt that Slurm requeued",
         f"max_restarts={job.max_restarts}",
         f"restart_delays_s=({' '.join(map(str, job.restart_delays_s))})",
         f"restart_window_s={RESTART_WINDOW_S:.0f}",
         f"look_every_s={job.look_every_s}",
         f"verdict=({shlex.join(_verdict(job)) if job.has_summary else ''})", "",
-        SUPERVISION,
+        SUPERVISION, KEEP,
         '[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || tell requeued --before',
     ]  # fmt: skip
     if components[0].bootstrap == "mpi_job":
         whole = " : ".join(step for _, _, step in steps)
-        lines += _supervised(job, dict(enumerate(components)), steps[0][1], whole)
+        lines += _supervise(job, dict(enumerate(components)), steps[0][1], whole)
     else:
         for index, ranks, step in steps:
-            lines += _supervised(job, {index: components[index]}, ranks, step)
+            lines += _supervise(job, {index: components[index]}, ranks, step)
     if job.has_summary and any(each.held_nodes > each.nodes for each in components):
-        module = _module(job, "relax_hpc.scale.scaler_main")
+        module = _module(job, "relax_hpc.runs.scale.scaler")
         scaler = shlex.join([*module, *scaler_options])
         lines += [f'serve scaler {scaler} --job-id "$job_id" --controller "$$" & server=$!', ""]
     for each in _holder(job):  # without it nobody would start the other side
@@ -175,7 +182,7 @@ def _assemble(
         lines += [f'{{ serve holder {each} --controller "$$" || {{ {gone}; }}; }} & server=$!', ""]
     sums_up = job.has_summary and job.side != "training"  # rollout ends last
     if sums_up:
-        module = _module(job, "relax_hpc.boards.follower")
+        module = _module(job, "relax_hpc.runs.boards.follower")
         for board in ("tensorboard", *job.exports):
             follower = shlex.join([*module, "--to", board])
             lines.append(f'{follower} --job-id "$job_id" --controller "$$" & boards+=($!)')
@@ -183,7 +190,7 @@ def _assemble(
     lines.append(WAIT)
     lines += [f'[ -n "$stopping" ] || {each} --leave' for each in _holder(job)]
     if job.has_summary:
-        finish = shlex.join(_module(job, "relax_hpc.boards.finish"))
+        finish = shlex.join(_module(job, "relax_hpc.runs.boards.finish"))
         told = '--exit-code "$exit_code" "${ended[@]}"'
         lines.append(f'[ -z "$stopping" ] || tell stopped --words {shlex.quote(_STOPPED)}')
     if sums_up:
@@ -198,15 +205,16 @@ def _assemble(
 
 
 def _holder(job: Job) -> list[str]:
-    """The process that gives idle nodes back, if the job is one side of a run."""
+    """Lines for the process that gives idle nodes back, if the job is one side of a run."""
     if job.side is None:
         return []
-    module = _module(job, "relax_hpc.launch.sides.holder")
+    module = _module(job, "relax_hpc.launch.holder")
     return [f'{shlex.join([*module, "--side", job.side])} --job-id "$job_id"']
 
 
 def _module(job: Job, name: str) -> list[str]:
-    """A program of ours about the run; files in the folder of the submit are no modules of it."""
+    """Command for a module of ours; `-P` keeps files of the working directory from shadowing
+    modules."""
     return [sys.executable, "-P", "-m", name, str(job.run_dir)]
 
 
@@ -214,8 +222,8 @@ def _verdict(job: Job) -> list[str]:
     return _module(job, "relax_hpc.runs.verdict")
 
 
-def _superseded(job: Job) -> list[str]:
-    """Ends a job that is requeued though its run was resumed, or cancelled, meanwhile."""
+def _check_superseded(job: Job) -> list[str]:
+    """Lines that end a requeued job if its run was resumed or cancelled meanwhile."""
     if job.next_claim is None:
         return []
     claim = shlex.quote(str(job.next_claim))
@@ -228,14 +236,13 @@ def _superseded(job: Job) -> list[str]:
     ]
 
 
-def _supervised(job: Job, components: Mapping[int, Component], own: range, step: str) -> list[str]:
-    """A function that keeps one step going, and a line that begins it.
+def _supervise(job: Job, components: Mapping[int, Component], own: range, step: str) -> list[str]:
+    """Lines of a function that keeps one step going, and the line that starts it.
 
     Args:
-        job: of the script.
-        components: whose tasks are in the step, by their places in the job.
+        components: of the step, by their index in the job.
         own: ranks of the step, if it has one component.
-        step: the command of it.
+        step: its command.
     """
     names = "+".join(component.name for component in components.values())
     tasks = sum(component.tasks for component in components.values())
@@ -257,19 +264,18 @@ def _supervised(job: Job, components: Mapping[int, Component], own: range, step:
 
 
 def set_up(name: str, commands: Sequence[str]) -> list[str]:
-    """Bash that runs shell commands of a job in its own shell; `setup_failed` names one that
-    fails.
+    """Lines that run a job's set-up commands in its own shell; `setup_failed` names a failing one.
 
-    An option of the shell or a trap for failures that a command sets ends with it.
+    They follow `BEGIN`, and in a job's script `KEEP`.
     """
     # A newline before the brace: the command may end in a comment.
     run = '{{ {}\n  }} || setup_failed {} "$?" {}'.format
     lines = [run(line, shlex.quote(name), shlex.quote(line)) for line in commands]
-    return [KEEP_OPTIONS, *(each for line in lines for each in (line, PLAIN))] if lines else []
+    return [each for line in lines for each in (line, PLAIN)]
 
 
 def _environment(component: Component) -> list[str]:
-    """Returns the environment of its tasks on GPUs, unless the submitter says otherwise."""
+    """Lines for the environment of tasks on GPUs, unless the submitter sets it."""
     if not component.environment or not component.resources.gpus_per_node:
         return []
     values = component.environment.items()
@@ -277,7 +283,7 @@ def _environment(component: Component) -> list[str]:
 
 
 def _directives(job: Job, index: int, component: Component, before: Set[str]) -> list[str]:
-    """Options of sbatch for a component; `before` are those of `PASSED_ON` that have been said."""
+    """Options of sbatch for a component; `before` are those of `PASSED_ON` already set."""
     resources = component.resources
     options: dict[str, Any] = {
         "job-name": job.name,
@@ -305,15 +311,15 @@ def _directives(job: Job, index: int, component: Component, before: Set[str]) ->
             for name, value in said.items()
         ),
         *(f"#SBATCH --{name}=" for name in sorted(before) if not getattr(resources, name)),
-        *(f"#SBATCH {_quoted(option)}" for option in resources.sbatch),
+        *(f"#SBATCH {_quote(option)}" for option in resources.sbatch),
     ]
 
 
-def _quoted(option: str) -> str:
-    """An option of sbatch as a line of a script has it, where white space and # would end it, and
-    quotes and backslashes would go.
+def _quote(option: str) -> str:
+    """Quotes an option of sbatch for a script line, where spaces, #, quotes and backslashes are
+    special.
 
-    A value in quotes is left as it is, and so is one that is a word of its own ("-p main").
+    Leaves quoted values, and options with a separate value ("-p main").
     """
     name, _, value = option.partition("=")
     if re.search(r"\s", name) or not re.search(r"""[\s#'"\\]""", value) or value[0] in "'\"":

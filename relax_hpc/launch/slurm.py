@@ -1,68 +1,105 @@
-"""submitit for Slurm's heterogeneous jobs: one batch script, a step for every component.
+"""Submits heterogeneous Slurm jobs through submitit: one batch script, a step per component.
 
-submitit (1.5.4) knows jobs of one component. What has to differ, all of it here and in `script`:
+submitit (1.5.4) supports one component. The differences, all here and in `script`:
 
-* Inside every step SLURM_JOB_ID is the leader's id, so components would share files: each has a
-  folder of its own.
-* squeue, sacct and scancel call component k "<leader>+<k>", files are named by "<leader>". A job of
-  one component is an ordinary job, and called "<leader>".
+* Inside every step SLURM_JOB_ID is the leader's id, so each component has its own folder of files.
+* squeue, sacct and scancel call component k "<leader>+<k>"; files are named by "<leader>". A job of
+  one component is an ordinary job, called "<leader>".
 * SLURM_JOB_NUM_NODES is the leader's, or missing; SLURM_NNODES is the step's.
 * Only the leader may be requeued, see `requeue`.
-* What a task runs is named by its command, and how it ended by a file: nothing is pickled.
+* A command names what a task runs, and files report its end: nothing is pickled.
 """
 
 import os
 import re
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import ClassVar
 
 from submitit import JobEnvironment, SlurmExecutor
 
-from relax_hpc.errors import LaunchError
+from relax_hpc.errors import LaunchError, RelaxError
 from relax_hpc.launch import script
-from relax_hpc.launch.jobs import StartedJob, is_silent, output_of, words_of
 from relax_hpc.launch.placement import Component, groups
+from relax_hpc.launch.states import StartedJob, is_silent, output_of, words_of
+from relax_hpc.launch.supervision import SHELL_OPTIONS
+from relax_hpc.runtime.process import is_of_a_rank
 
 # sbatch itself tries again for minutes where slurmctld is busy.
 _SBATCH_S = 600
 # Which Slurm; and a setting of srun's that the script leaves as it is.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_PMIX_FENCE")
+_OF_ANOTHER = ("SLURM_", "SBATCH_", "SRUN_", *SHELL_OPTIONS)
 # The id, or "id;cluster", below whatever a site has sbatch print.
 _QUEUED = re.compile(r"^(\d+)(?:;.*)?$", re.MULTILINE)
 # sbatch found no controller to ask.
 _NEVER_LEFT = re.compile("Could not establish a configuration|Unable to contact|cannot be run")
+# Looks for a job whose sbatch was interrupted, and seconds between them.
+_LOOKS, _LOOK_EVERY_S = 3, 1.0
 
 
 class MaybeQueuedError(LaunchError):
-    """A job was sent to Slurm, and nobody says whether it came there."""
+    """A job may have been queued without confirmation, or is queued and cannot be cancelled."""
 
 
 class HetSlurmExecutor(SlurmExecutor):
-    """`submit` stays submitit's; `submit_het` makes one heterogeneous job."""
+    """Adds `submit_het` for heterogeneous jobs; `submit` stays submitit's."""
 
     def submit_het(self, job: script.Job, components: Sequence[Component]) -> StartedJob:
         """Queues a job.
 
         Raises:
-            LaunchError: sbatch refused it; its own words are in the message.
+            LaunchError: sbatch refused it; quotes its message.
             MaybeQueuedError: Slurm does not say whether it has queued it.
         """
         script.make_folders(job, components)
         draft = job.folder / f"{uuid.uuid4().hex}.sh"
-        draft.write_text(script.slurm_script(job, components))
+        draft.write_bytes(os.fsencode(script.slurm_script(job, components)))
         leader = _submit(draft)
-        draft.rename(job.folder / f"{leader}_submission.sh")
-        # Slurm numbers the components only where there are several.
-        numbers = groups(components)
-        ids = tuple(f"{leader}+{number}" if max(numbers) else leader for number in numbers)
-        return StartedJob(leader, ids, lambda: cancel(leader))
+        with cancelling([_job(leader)]):
+            draft.rename(job.folder / f"{leader}_submission.sh")
+            # Slurm numbers the components only where there are several.
+            numbers = groups(components)
+            ids = (f"{leader}+{number}" if max(numbers) else leader for number in numbers)
+            return _job(leader, *ids)
+
+
+def _job(leader: str, *ids: str) -> StartedJob:
+    return StartedJob(leader, ids, partial(cancel, leader))
+
+
+@contextmanager
+def cancelling(jobs: Sequence[StartedJob]) -> Iterator[None]:
+    """Cancels just-started jobs if the block fails.
+
+    Raises:
+        MaybeQueuedError: names a job that cannot be cancelled.
+    """
+    try:
+        yield
+    except BaseException as error:
+        left = dict[str, str]()
+        for job in jobs:
+            try:
+                job.cancel()
+            except (RelaxError, OSError, ValueError, KeyboardInterrupt, SystemExit) as refused:
+                left[job.job_id] = str(refused) or type(refused).__name__
+        if left:
+            why = str(error) or type(error).__name__
+            raise MaybeQueuedError(
+                f"{why}; job {', '.join(left)} was started before, and cannot be cancelled "
+                f"({'; '.join(left.values())}): end it with scancel {' '.join(left)}"
+            ) from error
+        raise
 
 
 class HetSlurmJobEnvironment(JobEnvironment):
-    """Inside a task of a component. submitit asks a plug-in for this table."""
+    """Inside a task of a component; a plugin of submitit."""
 
     _env: ClassVar[dict[str, str]] = {
         "job_id": "SLURM_JOB_ID",
@@ -75,19 +112,27 @@ class HetSlurmJobEnvironment(JobEnvironment):
 
 
 def sbatch(arguments: Sequence[str], timeout_s: float) -> CompletedProcess[str]:
-    """Runs sbatch without the variables of the job that it is called in, which would become those
-    of the new one, and without those that are over the options of its script."""
+    """Runs sbatch without variables of an enclosing job or rank, and without those that override
+    the script's options."""
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name in _KEPT or not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))
+        if name in _KEPT or not (name.startswith(_OF_ANOTHER) or is_of_a_rank(name))
     }
     return output_of(["sbatch", *arguments], timeout_s, environment)
 
 
 def _submit(draft: Path) -> str:
-    """The id of the job that a script has become."""
-    answer = sbatch(["--parsable", str(draft)], _SBATCH_S)
+    """Queues a script, and returns the job's id."""
+    try:
+        answer = sbatch(["--parsable", str(draft)], _SBATCH_S)
+    except BaseException as error:  # Ctrl-C, say: by then it may have been queued
+        for _ in range(_LOOKS):
+            if leader := _find(draft, f"sbatch was interrupted ({type(error).__name__})"):
+                with cancelling([_job(leader)]):
+                    raise
+            time.sleep(_LOOK_EVERY_S)
+        raise
     if not answer.returncode and (queued := _QUEUED.findall(answer.stdout)):
         return str(queued[-1])
     words = words_of(answer)
@@ -99,7 +144,7 @@ def _submit(draft: Path) -> str:
 
 
 def _find(draft: Path, words: str) -> str | None:
-    """The job of a script that was sent to Slurm without an answer; its name is its own."""
+    """Finds the job of an unconfirmed script, by its unique name."""
     queue = output_of(["squeue", "--me", "-h", "-o", "%i|%o"])
     if queue.returncode:
         raise MaybeQueuedError(
@@ -114,7 +159,7 @@ def _find(draft: Path, words: str) -> str | None:
 
 
 def cancel(leader: str) -> None:
-    """Ends every component of a job; one that has ended already is left alone.
+    """Ends every component of a job; an ended one is left alone.
 
     Raises:
         LaunchError: scancel failed.

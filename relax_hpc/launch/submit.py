@@ -1,44 +1,39 @@
 """The way from a job file to a queued job: a run directory, a script, a record of what was
 started."""
 
+import errno
 import shutil
+import signal
 import socket
-import subprocess
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from relax_hpc import permissions
 from relax_hpc.bus import layout
 from relax_hpc.config import programs
-from relax_hpc.config.prompts import PromptsConfig
-from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.config.run import JobConfig, RunConfig
-from relax_hpc.config.sft import SftConfig, SftRunConfig
-from relax_hpc.errors import ConfigError, LaunchError, RelaxError
-from relax_hpc.launch import known_runs, preflight, profiles, record, script, trial
+from relax_hpc.data import order
+from relax_hpc.errors import ConfigError, LaunchError
+from relax_hpc.launch import cluster, known_runs, preflight, profiles, record, script
 from relax_hpc.launch import local as local_job
-from relax_hpc.launch.jobs import StartedJob
 from relax_hpc.launch.placement import Component, place, sides
 from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
-from relax_hpc.launch.slurm import HetSlurmExecutor
-from relax_hpc.paths import RunPaths
-from relax_hpc.prompts import order
-from relax_hpc.records import write_json
+from relax_hpc.launch.slurm import HetSlurmExecutor, cancelling
+from relax_hpc.launch.states import StartedJob, output_of
 from relax_hpc.roles import table
-from relax_hpc.roles.rollout import broken_media
-from relax_hpc.roles.rollout.decode_check import Advance
-from relax_hpc.run_secret import RunSecret
-from relax_hpc.sections import Resources, Section
-from relax_hpc.user_files import absolute_data
-from relax_hpc.user_programs import absolute_place
+from relax_hpc.roles.rollout import row_gate
+from relax_hpc.roles.rollout.row_gate import Advance
+from relax_hpc.runtime.files import permissions
+from relax_hpc.runtime.files.records import write_json
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.runtime.paths import RunPaths
 
 Mode = Literal["slurm", "local"]
-S = TypeVar("S", bound=Section)
 
 _RECORDED = ("relax-hpc", "torch", "megatron-core", "transformers", "sglang", "submitit", "mpi4py")
 
@@ -99,24 +94,26 @@ def submit(
     planned = plan(mode, config, components, 1)
     if dry_run:
         return planned
-    broken = broken_media.decide(config, say=say, advance=advance)
+    broken = row_gate.decide_media(config, say=say, advance=advance)
     paths = RunPaths(config.run_dir)
     parents = [parent for parent in paths.root.parents if not parent.exists()]
     try:
         make_run_dir(config, paths)
-        with permissions.masked(permissions.UMASKS[config.launch.share]):
+        with permissions.set_umask(permissions.UMASKS[config.launch.share]):
             if broken:
                 broken.keep(paths)
             return start(planned, config, paths)
     except _NameInUseError:
         raise
-    except (OSError, RelaxError) as error:
+    except BaseException as error:  # also Ctrl-C
+        if _may_be_recorded(paths):
+            raise  # `status` and `cancel` know what was started
         # What there is was made a moment ago, and nothing runs in it.
         shutil.rmtree(paths.root, ignore_errors=True)
         for parent in parents:
             with suppress(OSError):
                 parent.rmdir()  # unless somebody else uses it by now
-        if isinstance(error, RelaxError):
+        if not isinstance(error, OSError):
             raise
         raise LaunchError(
             f"{paths.root}: cannot be written to: {error.strerror}; nothing was started or left. "
@@ -129,7 +126,6 @@ def mode_of(*, local: bool) -> Mode:
 
 
 def plan(mode: Mode, config: JobConfig, components: Sequence[Component], number: int) -> Submission:
-    """Plans a submission, as the launch of that number."""
     if mode == "local":  # MPI's ranks would need Slurm, or mpirun, to start them
         components = [replace(component, bootstrap="files") for component in components]
     job = _job(config, number)
@@ -151,14 +147,14 @@ def jobs_of(
     return [(replace(job, side=part[0].side), part) for part in sides(config, components)]
 
 
-def expected_start(config: JobConfig, components: Sequence[Component]) -> str:
+def estimate_start(config: JobConfig, components: Sequence[Component]) -> str:
     """Has Slurm try out a run that `preflight` has passed, and queues nothing.
 
     Raises:
         ConfigError: Slurm would refuse it.
     """
     jobs = jobs_of(config, _job(config, 1), components)
-    said = [trial.expected_start(job, part) for job, part in jobs]
+    said = [cluster.estimate_start(job, part) for job, part in jobs]
     names = (f"{job.side}: " if job.side else "" for job, _ in jobs)
     return "; ".join(f"{name}{each}" for name, each in zip(names, said, strict=True))
 
@@ -179,92 +175,32 @@ def _job(config: JobConfig, number: int) -> script.Job:
 
 def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
     """The run with nothing left to look up: absolute paths, and the site profile filled in."""
+    preflight.check_names(config.run_dir)
     components = place(config)
-    profile, kernels = profiles.chosen(config.launch.profile), config.launch.kernel_cache
-    resolved: dict[str, Any] = {
-        "model": config.model.model_copy(
-            update={
-                "path": config.model.path.absolute(),
-                "weights": config.model.weights and config.model.weights.absolute(),
-            }
-        ),
-        "launch": config.launch.model_copy(
-            update={"profile": profile, "kernel_cache": kernels and kernels.absolute()}
-        ),
-        "resources": profiles.load(profile).shared(config.resources),
+    profile = profiles.chosen(config.launch.profile)
+    site = profiles.load(profile)
+    resolved = programs.make_absolute(config)
+    launch = {"profile": profile, "network": config.launch.network or site.network}
+    known = {
+        "launch": resolved.launch.model_copy(update=launch),
+        "resources": site.merge_shared(config.resources),
     }
-    if isinstance(config, RunConfig):
-        rollout = _rollout_found_anywhere(config.rollout)
-        resolved["engines"] = {
-            name: pool.model_copy(update={"model": pool.model and pool.model.absolute()})
-            for name, pool in config.engines.items()
-        }
-        resolved |= {"rollout": rollout, "prompts": _found_anywhere(config.prompts)}
-        resolved["algorithm"] = config.algorithm.with_names(absolute_place)
-        resolved["reward"] = config.reward.with_names(absolute_place)
-        resolved["eval"] = {
-            name: each.model_copy(update={"path": [absolute_data(path) for path in each.path]})
-            for name, each in config.eval.items()
-        }
-        path = config.reference.path
-        known = {"path": path and path.absolute()}
-        resolved["reference"] = config.reference.model_copy(update=known)
-        if config.critic:
-            paths = {"path": config.critic.path, "weights": config.critic.weights}
-            known = {name: path and path.absolute() for name, path in paths.items()}
-            resolved["critic"] = config.critic.model_copy(update=known)
-        resolved["teachers"] = {
-            name: each.model_copy(update={"path": each.path and each.path.absolute()})
-            for name, each in config.teachers.items()
-        }
-    elif isinstance(config, SftRunConfig):
-        resolved["sft"] = _with_absolute_paths(config.sft)
-    webhook = config.notify.webhook
-    known = {"webhook": webhook and webhook.absolute()}
-    resolved["notify"] = config.notify.model_copy(update=known)
-    absolute = config.model_copy(update={"run_root": config.run_root.absolute(), **resolved})
+    resolved = resolved.model_copy(update=known)
     for each in components:
         if each.section:
-            absolute = _with_resources(absolute, each.section.split("."), each.resources)
-    return absolute, components
+            resolved = _with_resources(resolved, each)
+    return resolved, components
 
 
-def _with_resources(section: S, names: Sequence[str], resources: Resources) -> S:
-    """A section in which the table that `names` lead to asks for these resources."""
-    if not names:
-        return section.model_copy(update={"resources": resources})
-    inner: Section | dict[str, Section] = getattr(section, names[0])
-    changed: Section | dict[str, Section]
-    if isinstance(inner, dict):  # tables by name
-        changed = inner | {names[1]: _with_resources(inner[names[1]], names[2:], resources)}
-    else:
-        changed = _with_resources(inner, names[1:], resources)
-    return section.model_copy(update={names[0]: changed})
+def _with_resources(config: JobConfig, component: Component) -> JobConfig:
+    return programs.rewrite(config, [component.key], lambda _: component.resources)
 
 
-def _found_anywhere(prompts: PromptsConfig) -> PromptsConfig:
-    sources = {
-        name: each.model_copy(update={"path": [absolute_data(path) for path in each.path]})
-        for name, each in prompts.sources.items()
-    }
-    train = [absolute_data(path) for path in prompts.train]
-    folder = prompts.media.folder and prompts.media.folder.absolute()
-    media = prompts.media.model_copy(update={"folder": folder} if folder else {})
-    return prompts.model_copy(update={"train": train, "sources": sources, "media": media})
-
-
-def _rollout_found_anywhere(rollout: RolloutConfig) -> RolloutConfig:
-    program = rollout.program
-    if program is not None:
-        program = program.model_copy(update={"folder": program.folder.absolute()})
-    environment = absolute_place(rollout.environment)
-    return rollout.model_copy(update={"environment": environment, "program": program})
-
-
-def _with_absolute_paths(section: SftConfig) -> Section:
-    paths = {"train": section.train, "heldout": section.heldout}
-    known = {key: path and absolute_data(path) for key, path in paths.items()}
-    return section.model_copy(update=known)
+def _may_be_recorded(paths: RunPaths) -> bool:
+    try:
+        return paths.launch_record.exists()
+    except OSError as error:
+        return error.errno != errno.ENAMETOOLONG  # then nothing can be there
 
 
 def make_run_dir(config: JobConfig, paths: RunPaths) -> None:
@@ -275,7 +211,7 @@ def make_run_dir(config: JobConfig, paths: RunPaths) -> None:
     """
     try:
         paths.root.parent.mkdir(parents=True, exist_ok=True)
-        with permissions.masked(permissions.UMASKS[config.launch.share]):
+        with permissions.set_umask(permissions.UMASKS[config.launch.share]):
             paths.root.mkdir()  # whoever makes it has the name
         permissions.close_to_others(paths.root, permissions.UMASKS[config.launch.share])
     except LaunchError:
@@ -291,7 +227,7 @@ def make_run_dir(config: JobConfig, paths: RunPaths) -> None:
             f"run_root = {str(config.run_root)!r}: {paths.root} cannot be made: {error.strerror}; "
             "choose a folder of yours that every node sees"
         ) from error
-    with permissions.masked(permissions.UMASKS[config.launch.share]):
+    with permissions.set_umask(permissions.UMASKS[config.launch.share]):
         RunSecret.create(paths.secret)
         for folder in (paths.submission, paths.control):
             folder.mkdir()
@@ -342,48 +278,64 @@ def start_job(
         before: the launch before this one.
         jobs: of Slurm, with the components of each; unset is one.
     """
-    components = planned.components
-    if planned.mode == "slurm":
-        submitted = _queued(jobs or [(job, list(components))])
-    else:
-        submitted = local_job.start(job, components)
-    launched = LaunchRecord(
-        planned.mode,
-        submitted.job_id,
-        tuple(
-            LaunchedComponent(
-                component.name, job_id, component.tasks, job.component_folder(component)
-            )
-            for component, job_id in zip(components, submitted.component_ids, strict=True)
-        ),
-        time.time(),
-        submitted.controller,
-        socket.gethostname(),
-        planned.number,
-        tuple(reversed(before.all)) if before else (),
-    )
-    try:
-        record.write(paths, launched, provenance())
-    except OSError:
-        submitted.cancel()
-        raise
+    components, started = planned.components, list[StartedJob]()
+    made_by = provenance()
+    with _raising_signals(), cancelling(started):
+        if planned.mode == "slurm":
+            started.append(_queue(jobs or [(job, list(components))]))
+        else:
+            started.append(local_job.start(job, components))
+        [submitted] = started
+        launched = LaunchRecord(
+            planned.mode,
+            submitted.job_id,
+            tuple(
+                LaunchedComponent(
+                    component.name, job_id, component.tasks, job.component_folder(component)
+                )
+                for component, job_id in zip(components, submitted.component_ids, strict=True)
+            ),
+            time.time(),
+            submitted.controller,
+            socket.gethostname(),
+            planned.number,
+            tuple(reversed(before.all)) if before else (),
+        )
+        record.write(paths, launched, made_by)
     return replace(planned, job=submitted)
 
 
-def _queued(jobs: Sequence[tuple[script.Job, list[Component]]]) -> StartedJob:
-    """Queues all jobs of a run, or none."""
+@contextmanager
+def _raising_signals() -> Iterator[None]:
+    """Has what tells this process to end raise SystemExit, as Ctrl-C raises: a job that was queued
+    and is not recorded yet must be cancelled first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _queue(jobs: Sequence[tuple[script.Job, list[Component]]]) -> StartedJob:
     queued = list[StartedJob]()
 
     def cancel() -> None:
         for each in queued:
             each.cancel()
 
-    try:
+    with cancelling(queued):
         for job, components in jobs:
             queued.append(HetSlurmExecutor(job.folder).submit_het(job, components))
-    except (OSError, RelaxError):
-        cancel()
-        raise
     ids = tuple(job_id for each in queued for job_id in each.component_ids)
     return StartedJob(queued[0].job_id, ids, cancel)
 
@@ -393,5 +345,4 @@ def _git_revision() -> str | None:
     if not (checkout / ".git").exists() or shutil.which("git") is None:
         return None
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    return answer.stdout.strip() or None
+    return output_of(command, timeout_s=30).stdout.strip() or None

@@ -1,293 +1,132 @@
-"""Bash that is the same in every job's script: it starts steps again, and ends them."""
+"""Holds the bash code of every job script: supervision.sh restarts steps, and ends them; the rest
+keeps the shell that submits, and commands of `setup`, from changing it."""
 
-# Slurm exports component 0's request to the batch script, where srun takes it for a default: a
-# component without --ntasks would ask for component 0's, and --mem here, --mem-per-cpu there is
-# refused. Of a job of one component it exports what deals tasks to cores and GPUs, too. Inherit
-# nothing; the srun lines say everything.
+import re
+from pathlib import Path
+
+from relax_hpc.runtime.process import MPI_RANK, MPI_SETTINGS
+
+# srun takes these for options: what its man page names, and what newer versions have. Slurm exports
+# component 0's request to the batch script: a component without --ntasks would ask for component
+# 0's, and --mem here, --mem-per-cpu there is refused. Inherit nothing; the srun lines say
+# everything. Left are which job, which Slurm, and SLURM_PROFILE, SLURM_ACCTG_FREQ and
+# SLURM_NETWORK, which say something of all steps.
 INHERITED = (
     "SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE SLURM_MEM_PER_GPU SLURM_NTASKS SLURM_NPROCS "
     "SLURM_NTASKS_PER_NODE SLURM_NTASKS_PER_CORE SLURM_NTASKS_PER_GPU SLURM_NTASKS_PER_SOCKET "
     "SLURM_CPUS_PER_TASK SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU "
-    "SLURM_TRES_PER_TASK SLURM_TRES_BIND SLURM_DISTRIBUTION SLURM_THREADS_PER_CORE "
-    "SLURM_EXACT SLURM_HINT SLURM_OVERCOMMIT SLURM_OVERLAP "
+    "SLURM_GPUS_PER_SOCKET SLURM_GPU_FREQ SLURM_GRES SLURM_GRES_FLAGS "
+    "SLURM_TRES_PER_TASK SLURM_TRES_BIND SLURM_DISTRIBUTION SLURM_DIST_PLANESIZE "
+    "SLURM_THREADS_PER_CORE SLURM_EXACT SLURM_EXCLUSIVE SLURM_HINT SLURM_OVERCOMMIT SLURM_OVERLAP "
+    "SLURM_ACCOUNT SLURM_BCAST SLURM_BCAST_EXCLUDE SLURM_BURST_BUFFER SLURM_COMPRESS "
+    "SLURM_CONSTRAINT SLURM_CONTAINER SLURM_CONTAINER_ID SLURM_CORE_SPEC SLURM_CPU_FREQ_REQ "
+    "SLURM_DEBUG SLURM_DEBUG_FLAGS SLURM_DELAY_BOOT SLURM_DEPENDENCY SLURM_DISABLE_STATUS "
+    "SLURM_EPILOG SLURM_PROLOG SLURM_TASK_EPILOG SLURM_TASK_PROLOG SLURM_EXIT_ERROR "
+    "SLURM_EXIT_IMMEDIATE SLURM_IMMEDIATE SLURM_KILL_BAD_EXIT SLURM_LABELIO SLURM_MPI_TYPE "
+    "SLURM_NO_KILL SLURM_OPEN_MODE SLURM_PARTITION SLURM_POWER SLURM_QOS SLURM_REMOTE_CWD "
+    "SLURM_REQ_SWITCH SLURM_WAIT4SWITCH SLURM_RESERVATION SLURM_RESV_PORTS SLURM_SEND_LIBS "
+    "SLURM_SIGNAL SLURM_SPREAD_JOB SLURM_SRUN_REDUCE_TASK_EXIT_MSG SLURM_STDERRMODE "
+    "SLURM_STDINMODE SLURM_STDOUTMODE SLURM_STEP_GRES SLURM_STEP_KILLED_MSG_NODE_ID "
+    "SLURM_TEST_EXEC SLURM_THREAD_SPEC SLURM_THREADS SLURM_TIMELIMIT SLURM_UNBUFFEREDIO "
+    "SLURM_USE_MIN_NODES SLURM_WAIT SLURM_WCKEY SLURM_WORKING_DIR SLURM_HOSTFILE SLURMD_DEBUG "
     "${!SLURM_CPU_BIND@} ${!SLURM_MEM_BIND@} ${!SLURM_GPU_BIND@}"
 )
 
-# What a user's command may have set: it would end the supervision, which goes on after failures, or
-# hide the marks of tasks from it.
-KEEP_OPTIONS = "plain_options=$(set +o; shopt -p)"
-PLAIN = 'eval "$plain_options"; trap - ERR DEBUG; unset IFS GLOBIGNORE'
+# Variables by which bash begins with options of another shell: `noexec` or `onecmd` among these
+# would have a script do nothing.
+SHELL_OPTIONS = ("SHELLOPTS", "BASHOPTS")
+
+# Commands of the script: a function of that name that is exported or sourced is not meant.
+_COMMANDS = (
+    "command shopt local declare read kill wait mapfile echo printf test [ umask true false "
+    "sleep date timeout rm grep env srun squeue scontrol scancel unalias export eval shift exit "
+    "return trap exec break continue :"
+)
+# Variables of the script. One whose name the submitter exports would reach the tasks in its place.
+_KEPT = (
+    "job_id ask_controller max_restarts restart_delays_s restart_window_s look_every_s verdict "
+    "nothing ranks stopping failed components names server boards"
+)
+_VARIABLES = (
+    f"{_KEPT} status exit_code ended place word board held marks rank count tasks folder mark gone "
+    "steps its_id its_task what last sleeper tries said job name id its_name recent each folders "
+    "start step watch failures failed_as began often telling part its_step child starts"
+)
+_LEFT = "|".join(
+    f"{each}*" for each in (*MPI_SETTINGS, "SLURM_CONF", "SLURM_CLUSTERS", "SLURM_PMIX_")
+)
+_FOREIGN = " ".join(
+    f"${{!{each}@}}" for each in (*MPI_RANK, "SRUN_", "SQUEUE_", "SCANCEL_", "SCONTROL_")
+)
 
 # The tree of fences of Slurm 22.05 lets ranks out of the fence that ends MPI_Init before all are in
 # it, and Open MPI crashes on the message of one that is ahead: up to one start in ten over TCP and
 # three nodes. The ring does not.
 RING = 'export SLURM_PMIX_FENCE="${SLURM_PMIX_FENCE:-ring}"'
 
-SUPERVISION = """\
-# Bash 5.2 forgets some of the children that end while a trap runs: `wait` for one of them says -1,
-# or waits for ever. So it is asked once the child is gone; until then time passes by reading from a
-# pipe that has nothing in it, without a process for that.
-exec {nothing}<> <(:)
-nap() { read -rt 0.2 -u "$nothing"; }
-await_end() { while kill -0 "$1" 2>/dev/null; do nap; done; } # await_end CHILD
-join() { # join CHILD: sets `status`
-  await_end "$1"
-  wait "$1"; status=$?
-  [ "$status" -ge 0 ] || status=1
-}
+SUPERVISION = Path(__file__).with_suffix(".sh").read_text(encoding="utf-8")
 
-# hosts GROUP FIRST COUNT: prints nodes of a component. Steps are placed by name: of several that
-# begin at the same time Slurm 24.11 puts some elsewhere than where `--relative` says.
-hosts() {
-  local IFS=, held="SLURM_JOB_NODELIST_HET_GROUP_$1" names
-  mapfile -t names < <(scontrol show hostnames "${!held:-$SLURM_JOB_NODELIST}")
-  echo "${names[*]:$2:$3}"
-}
+_FUNCTIONS = " ".join([*re.findall(r"^(\w+)\(\) ", SUPERVISION, re.MULTILINE), "forget set_aside"])
 
-# Tasks that know nothing of the others of their component have a step of their own: `ranks` are
-# those of this one; unset, all of them.
-# left_by KIND FOLDER: sets `marks` to the names of the marks that these leave there.
-left_by() {
-  local rank
-  marks=()
-  for rank in "${ranks[@]}"; do marks+=("$2/${job_id}_${rank}_$1"); done
-  [ -n "${ranks[*]}" ] || marks=("$2/$job_id"_*_"$1")
-}
+BEGIN = rf"""
+# Nothing that the shell which submits exports, nor a file that BASH_ENV names, may change what the
+# lines below mean. The first one ends what would end the script, or export all that follows; in
+# POSIX mode no function hides `unset` and `set`.
+POSIXLY_CORRECT=; \unset -f builtin unset set; \set +aeku +o posix
+\unset -f {_COMMANDS} {_FUNCTIONS} slurm_is
+unalias -a
+export -n {" ".join(SHELL_OPTIONS)}
+trap - EXIT
+_plain="builtin unset -f unset set shopt trap eval
+$(env -i "$BASH" -c 'set +o; shopt -p') # as a shell begins
+trap - ERR DEBUG RETURN INT HUP TERM USR1 USR2 CHLD
+unset IFS GLOBIGNORE EXECIGNORE FUNCNEST BASH_COMPAT
+unset TMOUT 2>/dev/null" # sites have it readonly
+eval "$_plain"
+# forget NAME...: unsets variables, but for settings of MPI and those that say which Slurm it is.
+forget() {{
+  local each
+  for each in "$@"; do case $each in {_LEFT}) ;; *) unset -v "$each" ;; esac; done
+}}
+forget {_FOREIGN}
+"""
 
-# srun has been seen to say 0 after a node failed; a task that has returned leaves a mark.
-all_done() { # all_done TASKS FOLDER...
-  local count=0 tasks=$1 folder mark marks
-  shift
-  for folder in "$@"; do
-    left_by done "$folder"
-    for mark in "${marks[@]}"; do
-      [ ! -e "$mark" ] || count=$((count + 1))
-    done
+PLAIN = 'builtin eval "$_plain"'
+
+SET_ASIDE = rf"""
+# set_aside: variables of others that are called like ours reach the tasks nevertheless.
+_theirs=()
+set_aside() {{
+  local _each _all
+  _all=$(export -p)
+  for _each in {_VARIABLES}; do
+    [[ $_all =~ declare\ -[a-z]*x[a-z]*\ $_each= ]] || continue
+    [ -n "${{_theirs[*]}}" ] || _theirs=(env)
+    _theirs+=("$_each=${{!_each}}")
+    export -n "$_each"
   done
-  [ "$count" -ge "$tasks" ]
-}
+}}
+set_aside
+"""
 
-# srun with mpi=pmix over several components (Slurm 22.05) now and then waits for ever for one of
-# its own threads when its step has ended, and does not hear TERM.
-# end_deaf SRUN FILE: kills that process once Slurm no longer knows the step that FILE names, and
-# its first task, whose process FILE names, is gone: Slurm may have forgotten a step that goes on.
-end_deaf() {
-  local gone=0 steps its_id its_task
-  while sleep "$look_every_s"; do
-    read -r its_id its_task 2>/dev/null < "$2" || continue
-    steps=$(squeue --noheader --steps --jobs="$job_id" --format=%i) || continue
-    if grep -qxF "$its_id" <<< "$steps" || kill -0 "$its_task" 2>/dev/null; then
-      gone=0
-      continue
-    fi
-    gone=$((gone + 1))
-    [ "$gone" -ge 2 ] || continue
-    echo "$(date +%FT%T) step $its_id has ended, its srun has not: killing srun"
-    kill -KILL "$1"
-    return
+KEEP = rf"""
+# What a command of `setup` changes of the shell, of our functions and variables, and of Slurm's
+# variables ends with it: it would end the supervision, which goes on after failures, hide the marks
+# of tasks from it, or tell srun something.
+slurm_is() {{ # prints what makes Slurm's variables what they are
+  local each
+  for each in "${{!SLURM_@}}"; do
+    case $each in {_LEFT}) ;; *) printf 'export %s=%q\n' "$each" "${{!each}}" ;; esac
   done
-}
-
-# A task leaves a mark if it ended with an error that a restart does not cure.
-is_final() { # is_final FOLDER...
-  local folder mark marks
-  for folder in "$@"; do
-    left_by final "$folder"
-    for mark in "${marks[@]}"; do [ ! -e "$mark" ] || return 0; done
-  done
-  return 1
-}
-
-# setup_failed NAME CODE COMMAND: ends the run, since a command before the step failed.
-setup_failed() {
-  trap '' TERM
-  echo "$(date +%FT%T) $1: setup ended with exit code $2: $3"
-  tell setup --words "$1: setup ended with exit code $2: $3"
-  kill -USR1 "$$"
-  exit 1
-}
-
-# tell WHAT OPTION...: leaves the verdict in the run directory, see relax_hpc/runs/verdict.py; a
-# verdict that storage does not take soon is left out.
-tell() {
-  local what=$1
-  shift
-  [ -z "${verdict[*]}" ] || timeout 30 "${verdict[@]}" --job-id "$job_id" --what "$what" "$@" ||
-    echo "$(date +%FT%T) the verdict \"$what\" could not be written"
-}
-
-# Seconds before the next start: the more, the more often it failed.
-delay() { # delay FAILURES
-  local place=$(($1 - 1)) last=$((${#restart_delays_s[@]} - 1))
-  echo "${restart_delays_s[place < last ? place : last]}"
-}
-
-# Waits before the next start, but not when told to end.
-pause() { # pause FAILURES
-  sleep "$(delay "$1")" &
-  local sleeper=$!
-  while [ -z "$stopping" ] && kill -0 "$sleeper" 2>/dev/null; do nap; done
-  kill "$sleeper" 2>/dev/null
-}
-
-# A start that the controller refused says nothing of the step, nor does one that ended while it was
-# away: such a failure is not counted, and nothing is started before there is an answer again.
-# await_controller NAME: returns 1 if there was one at once; else 0 once there is, or when told to
-# end.
-await_controller() {
-  "${ask_controller[@]}" > /dev/null 2>&1 && return 1
-  echo "$(date +%FT%T) $1: the controller does not answer; waiting for it"
-  tell waiting "${failed_as[@]}"
-  local tries=1
-  until "${ask_controller[@]}" > /dev/null 2>&1; do
-    pause "$tries"
-    [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || return 0
-    tries=$((tries + 1))
-  done
-  echo "$(date +%FT%T) $1: the controller answers again"
-}
-
-# Slurm gives a component no step any more that was cancelled, though the others go on.
-# part_over COMMAND...: prints the component's part of the job and Slurm's word for it, if it has
-# ended.
-part_over() {
-  local said word
-  said=$(squeue --noheader --jobs="$job_id" --states=all --format='%i %T' 2>/dev/null) || return 1
-  for word in "$@"; do
-    case $word in --het-group=*)
-      grep -xE "$job_id\\+${word#*=} (CANCELLED|COMPLETED|FAILED|TIMEOUT|NODE_FAIL)" <<< "$said" &&
-        return 0 ;;
-    esac
-  done
-  return 1
-}
-
-# Who kills srun and the helper that it has leaves the step running, which keeps nodes, and engines.
-# end_left COMMAND...: ends the step of that name that is there still.
-end_left() {
-  local word job=$job_id name='' id its_name
-  for word in "$@"; do
-    case $word in
-      --het-group=*) job=SLURM_JOB_ID_HET_GROUP_${word#*=}; job=${!job} ;;
-      --job-name=*) name=${word#*=}; break ;; # of several components the first one's
-    esac
-  done
-  [ -n "$name" ] || return 0
-  while read -r id its_name; do
-    [ "$its_name" = "$name" ] || continue
-    echo "$(date +%FT%T) $name: ending step $id"
-    scancel -Q "$id"
-  done < <(squeue --noheader --steps --jobs="$job" --format='%i %j')
-}
-
-# Counts a failure: adds it to `failures`, and leaves those that are older than the window out.
-count_failure() {
-  local recent=("$SECONDS") each
-  for each in "${failures[@]}"; do
-    [ "$((SECONDS - each))" -ge "$restart_window_s" ] || recent+=("$each")
-  done
-  failures=("${recent[@]}")
-}
-
-# supervise NAME TASKS FOLDER... -- COMMAND...: runs the step of a component, or of several, and
-# again when it fails. @start@ in the command becomes the number of the start.
-supervise() {
-  local name=$1 tasks=$2 folders=() folder start=1 step='' status stopping='' watch=''
-  local failures=() failed_as=() began often telling part marks
-  shift 2
-  while [ "$1" != -- ]; do folders+=("$1"); shift; done
-  shift
-  trap 'stopping=1; [ -z "$step" ] || kill "$step" 2>/dev/null' TERM
-  local its_step="${folders[0]}/${job_id}_step"
-  for folder in "${folders[@]}"; do # of another attempt
-    left_by final "$folder"
-    rm -f "${marks[@]}"
-  done
-  while true; do
-    rm -f "$its_step"
-    began=$(date +%s)
-    "${@//@start@/$start}" &
-    step=$!
-    [ -z "$stopping" ] || kill "$step" 2>/dev/null # told to end when `step` was not known yet
-    if [ "${#folders[@]}" -gt 1 ]; then end_deaf "$step" "$its_step" & watch=$!; fi
-    join "$step"
-    [ -z "$watch" ] || kill "$watch" 2>/dev/null
-    case $status in # 137: killed, maybe by end_deaf
-      0) all_done "$tasks" "${folders[@]}" || status=1 ;;
-      137) ! all_done "$tasks" "${folders[@]}" || status=0 ;;
-    esac
-    failed_as=(--component "$name" --start "$start" --code "$status" --since "$began")
-    failed_as+=(--max-restarts "$max_restarts" --window "$restart_window_s")
-    [ -z "${ranks[*]}" ] || failed_as+=(--ranks "${ranks[@]}")
-    echo "$(date +%FT%T) $name: start $start ended with exit code $status"
-    [ "$status" -ne 0 ] || exit 0
-    [ -z "$stopping" ] || exit "$status"
-    if is_final "${folders[@]}"; then
-      echo "$(date +%FT%T) $name: would fail again in the same way, giving up"
-      tell ended "${failed_as[@]}"
-      kill -USR1 "$$"
-      exit "$status"
-    fi
-    if part=$(part_over "$@"); then
-      echo "$(date +%FT%T) $name: its part of the job has ended ($part), giving up"
-      tell ended --words "$name: Slurm has ended its part of the job ($part); resume the run"
-      kill -USR1 "$$"
-      exit "$status"
-    fi
-    if await_controller "$name"; then
-      failed_as+=(--failures 0)
-    else
-      count_failure
-      failed_as+=(--failures "${#failures[@]}")
-      if [ "${#failures[@]}" -gt "$max_restarts" ]; then
-        echo "$(date +%FT%T) $name: failed ${#failures[@]} times within $restart_window_s s," \
-          "giving up"
-        tell ended "${failed_as[@]}"
-        kill -USR1 "$$"
-        exit "$status"
-      fi
-    fi
-    [ -z "$stopping" ] || exit "$status"
-    [ "$status" -le 128 ] || end_left "$@"
-    start=$((start + 1))
-    # A rank that had finished takes part again: a slow one must not find all marks there.
-    for folder in "${folders[@]}"; do
-      left_by done "$folder"
-      rm -f "${marks[@]}"
-    done
-    often=$((${#failures[@]} > 0 ? ${#failures[@]} : 1))
-    tell restarted "${failed_as[@]}" --next "$(delay "$often")" & telling=$!
-    pause "$often"
-    await_end "$telling"
-    [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || exit "$status"
-  done
-}
-
-# serve NAME COMMAND...: runs beside the components until it is told to end, and again when it
-# fails.
-serve() {
-  local name=$1 child='' starts=0 status stopping='' failures=()
-  shift
-  trap 'stopping=1; [ -z "$child" ] || kill "$child" 2>/dev/null' TERM
-  while true; do
-    "$@" &
-    child=$! starts=$((starts + 1))
-    [ -z "$stopping" ] || kill "$child" 2>/dev/null
-    join "$child"
-    [ -z "$stopping" ] && [ "$status" -ne 0 ] && kill -0 "$$" 2>/dev/null || return 0
-    echo "$(date +%FT%T) $name: start $starts ended with exit code $status"
-    count_failure
-    [ "${#failures[@]}" -le "$max_restarts" ] || return 1
-    pause "${#failures[@]}"
-    [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || return 0
-  done
-}
-
-ranks=() stopping='' components=() names=() server='' boards=()
-end_all() { [ -z "${components[*]}$server" ] || kill "${components[@]}" $server 2>/dev/null; }
-trap 'failed=1; end_all' USR1
-trap 'stopping=1; end_all' TERM INT HUP
-failed=''
+}}
+_plain+="
+umask $(umask)
+unset -f {_COMMANDS} {_FUNCTIONS}
+$(declare -f {_FUNCTIONS})
+set_aside
+$(declare -p {_KEPT})
+forget \${{!SLURM_@}} {_FOREIGN.replace("$", chr(92) + "$")}
+$(slurm_is)"
 """
 
 WAIT = """\

@@ -1,0 +1,14 @@
+"""Runs the processes of a run.
+
+    rollout, engine           sample and score; keep engines
+    actor, sft                train the policy on the bus, or on documents
+    scorer                    logprobs of a fixed model; `reference` and `teacher` run it
+    critic                    a scorer that learns
+    training                  what these share: duties of rank 0, start, checks
+    dealing                   batches to portions to micro-batches
+
+A role is a folder with `role.py` (what it is), `build.py` (makes its parts) and, mostly, `loop.py`
+(runs them). A new one needs a line in `table.py` and a section in `config.run`. If it writes
+columns: `schema.COLUMNS`, and a number in `schema.ROLES`. If it notes events or files of its own:
+`runtime.telemetry.event_table`, `runtime.paths`.
+"""

@@ -1,9 +1,28 @@
-"""The identity of a task: what the launcher knows about it, handed to its role as a value."""
+"""Identifies a task: the facts that the launcher passes to its role."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from relax_hpc.config.rollout import Transport
-from relax_hpc.roles.training.admission import JobEnd
+
+
+class JobEnd(Protocol):
+    """The end of the allocation that a task runs in."""
+
+    @property
+    def ahead_s(self) -> float:
+        """Returns how many seconds before the end Slurm announces it, which cuts off a running
+        step."""
+        ...
+
+    def compute_left_s(self) -> float | None:
+        """Returns seconds until the first of the job's components ends; None if unknown."""
+        ...
+
+    def announce(self) -> None:
+        """Announces the end of the job as Slurm does, but sooner: it is requeued once all have
+        saved."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,26 +30,23 @@ class TaskContext:
     """One task of one component, in one start."""
 
     component: str
-    """Name in Slurm, logs, events and folders; `table.role_of` says which role it is of."""
+    """Name in Slurm, logs, events and folders; `table.role_of` gives its role."""
     rank: int
-    """Within the component."""
     size: int
-    """Tasks of the component."""
     local_rank: int
-    """Within the component and the node."""
     attempt: str
-    """Job id and how often Slurm restarted that job: "1234.0"; new after a requeue."""
+    """Job id and number of Slurm restarts: "1234.0"; new after a requeue."""
     start: int
-    """Counts the starts of its step within the attempt, from 1."""
+    """Number of its step's start within the attempt, from 1."""
     node: str
     gpus: int = 0
-    """GPUs of its node that its component asked for."""
+    """GPUs per node that its component requested."""
     step_from: int = 0
-    """Rank of the first task of its step, where the component has several."""
+    """Rank of the first task of its step, if the component has several steps."""
     transport: Transport | None = None
-    """The way of weights to an engine that was added, if not as `weights.transport` says."""
+    """Transport of weights to an added engine, if not `weights.transport`."""
     end: JobEnd | None = None
-    """The end of the job, for a task that may have it requeued."""
+    """The end of the job, for a task that may requeue it."""
 
     @property
     def name(self) -> str:
@@ -38,5 +54,5 @@ class TaskContext:
 
     @property
     def start_id(self) -> str:
-        """Never used before by tasks that start together: names rendezvous records."""
+        """Returns an id of this start, unique among tasks: names rendezvous records."""
         return f"{self.component}-{self.attempt}-{self.start}"

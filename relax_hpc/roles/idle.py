@@ -1,8 +1,7 @@
-"""Whether a task has something to do, said in the run directory.
+"""Records in the run directory whether a task has work.
 
-Where the sides of a run are jobs of their own, a side whose tasks have nothing to do gives its
-nodes back (`launch.sides`). Rollout tasks and the actor's rank 0 say how it is; the others work for
-these.
+If the sides of a run are separate jobs, a side without work gives its nodes back (`launch.holder`).
+Rollout tasks and the actor's rank 0 report; the others work for these.
 """
 
 import time
@@ -10,19 +9,19 @@ from pathlib import Path
 from typing import Self
 
 from relax_hpc.config.run import RunConfig
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import write_json
 from relax_hpc.roles.context import TaskContext
+from relax_hpc.runtime.files.records import write_json
+from relax_hpc.runtime.paths import RunPaths
 
 SETTLED_S = 1.0
-"""Seconds without work after which there is said to be none: a moment is not worth a record."""
+"""Seconds without work before that is recorded: shorter breaks are not worth a record."""
 
 
 class Idle:
-    """The word of one task, in one attempt of its job."""
+    """Reports for one task, in one attempt of its job."""
 
     def __init__(self, path: Path | None) -> None:
-        """Says that there is work; with no path it says nothing at all."""
+        """Reports work; with no path it reports nothing."""
         self._path, self._since, self._is_said = path, 0.0, False
         self._say(None)
 
@@ -32,7 +31,7 @@ class Idle:
         return cls(paths.idle(context.attempt, context.name) if is_asked else None)
 
     def note(self, *, idle: bool) -> None:
-        """Takes how it is; may be called as often as one likes."""
+        """Takes the current state; cheap to call."""
         now = time.time()
         if not idle:
             self._since = 0.0

@@ -1,4 +1,4 @@
-"""The roles, each declared in its folder. Launching, looking at runs and scaling ask this table."""
+"""Lists the roles, for launching, inspecting and scaling runs."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,11 +17,11 @@ from relax_hpc.roles.teacher.role import TEACHER
 
 ROLES: tuple[Role[Any], ...] = (ROLLOUT, ENGINE, ACTOR, SFT, REFERENCE, TEACHER, CRITIC)
 """Roles in the order of their components in a job: the time limit of component 0 ends the whole
-job, and without engines nothing goes on."""
+job, and without engines nothing works."""
 
 
 def places(config: JobConfig) -> Iterator[tuple[Role[Any], Place]]:
-    """The components of a job and their roles; one beside another follows it.
+    """Yields the components of a job and their roles; one beside another follows it.
 
     Raises:
         ConfigError: one is beside a component that the job does not have, or two have one name.
@@ -53,7 +53,7 @@ def _check_names(found: Sequence[Place]) -> None:
 
 
 def role_of(config: JobConfig, component: str) -> Role[Any]:
-    """The role of a component.
+    """Returns the role of a component.
 
     Raises:
         ConfigError: the job has no such component.
@@ -69,8 +69,7 @@ def role_of(config: JobConfig, component: str) -> Role[Any]:
 
 def check_columns(config: JobConfig) -> None:
     """Raises:
-    ConfigError: the algorithm needs a column that nobody in this job writes.
-    """
+    ConfigError: the algorithm needs a column that nobody in this job writes."""
     if not isinstance(config, RunConfig):
         return
     written = {role.writer_at(place) for role in ROLES for place in role.places_in(config)}
@@ -85,7 +84,7 @@ def check_columns(config: JobConfig) -> None:
 
 
 def sidecar_writers(config: JobConfig) -> dict[str, schema.Role]:
-    """Names of those that add columns to what the producers commit, and whose columns they are."""
+    """Returns the names of writers that add columns to the producers' shards, with their roles."""
     return {
         f"{place.component}-0": writer
         for role, place in places(config)
@@ -94,15 +93,14 @@ def sidecar_writers(config: JobConfig) -> dict[str, schema.Role]:
 
 
 def profile_tables() -> list[str]:
-    """Tables of a site profile."""
     return list(dict.fromkeys(role.profile for role in ROLES if role.profile))
 
 
 def scalable() -> list[str]:
-    """Roles that may hold nodes on which engines are added later."""
+    """Returns roles that may hold nodes for engines added later."""
     return [role.name for role in ROLES if role.is_scalable]
 
 
 def joining() -> list[str]:
-    """Components of tasks that are started while the job runs."""
+    """Returns components of tasks that are started while the job runs."""
     return [role.joins for role in ROLES if role.joins]

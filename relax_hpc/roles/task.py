@@ -1,4 +1,4 @@
-"""The beginning of a task: reads the run directory, builds the parts of its role, runs the loop."""
+"""Starts a task: reads the run directory, builds the parts of its role, runs the loop."""
 
 import logging
 import os
@@ -6,33 +6,31 @@ import resource
 from pathlib import Path
 from typing import Any
 
-from relax_hpc import kernel_cache, storage
-from relax_hpc.comm import address
-from relax_hpc.comm.world import World, abandon, connect
+from relax_hpc.config.job_file import read_resolved
 from relax_hpc.config.run import JobConfig
-from relax_hpc.engines import optional_packages
-from relax_hpc.hangs.watched import watched
-from relax_hpc.job_file import read_resolved
-from relax_hpc.paths import RunPaths
 from relax_hpc.roles import table
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.role import Role
 from relax_hpc.roles.training import gpu_memory
-from relax_hpc.run_secret import RunSecret
-from relax_hpc.telemetry import logs
-from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.runtime import devices, kernel_cache
+from relax_hpc.runtime.comm import address
+from relax_hpc.runtime.comm.world import World, abandon, connect
+from relax_hpc.runtime.files import storage
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry import logs
+from relax_hpc.runtime.telemetry.events import EventWriter
+from relax_hpc.runtime.watchdog import watch
 
 log = logging.getLogger(__name__)
 
 
 def run(run_dir: Path, context: TaskContext, bootstrap: str, role: Role[Any] | None = None) -> None:
-    """Runs one task until its role is done. What it raises has been logged and recorded.
+    """Runs one task until its role is done. Errors that it raises have been logged and recorded.
 
     Args:
-        run_dir: of the run.
-        context: who the task is.
         bootstrap: how the tasks of its component find each other.
-        role: of a component that no job has; unset is that of the component in the table.
+        role: of a component outside the table; the component's role by default.
 
     Raises:
         ConfigError: not a run directory, or a component that its job does not have.
@@ -47,12 +45,12 @@ def run(run_dir: Path, context: TaskContext, bootstrap: str, role: Role[Any] | N
             step_from=context.step_from,
         )  # fmt: skip
         allow_open_files()
-        address.settle_gloo()
-        optional_packages.hush()
+        devices.hush()
         try:
+            address.settle(config.launch.network)
             role = role or table.role_of(config, name)
             kernel_cache.keep(os.environ, config.launch.kernel_cache)
-            with watched(
+            with watch(
                 paths.root, name, context.rank, context.start_id, context.node,
                 is_one_world=role.is_one_world,
                 least_s=config.launch.hang_timeout_s, most_s=config.launch.peer_timeout_s,
@@ -66,7 +64,7 @@ def run(run_dir: Path, context: TaskContext, bootstrap: str, role: Role[Any] | N
 
 
 def allow_open_files() -> None:
-    """Takes as many descriptors as this process may have: rank 0 follows a log per producer."""
+    """Raises the limit of open files to the hard limit: rank 0 follows a log per producer."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -79,7 +77,7 @@ def start(
     bootstrap: str,
     events: EventWriter,
 ) -> None:
-    """Joins the task to the others of its component, where it is to be, and runs its role."""
+    """Joins the task to the others of its component, if they form a world, and runs its role."""
     world = None
     # Tasks that work alone join where MPI started them: it proves the size of the world.
     if role.is_one_world or bootstrap != "files":
@@ -88,7 +86,7 @@ def start(
     try:
         role.run(config, paths, context, world, events)
     except Exception as error:
-        if role.is_one_world and (found := gpu_memory.explained(error, config, context.component)):
+        if role.is_one_world and (found := gpu_memory.explain(error, config, context.component)):
             raise found from error
         raise
 
@@ -97,7 +95,7 @@ def _join(
     role: Role[Any], config: JobConfig, paths: RunPaths, context: TaskContext, bootstrap: str
 ) -> World:
     if role.is_one_world:
-        from relax_hpc.engines.megatron import cpu
+        from relax_hpc.trainer.megatron import cpu
 
         cpu.install()
     # Others outlast rank 0, which gives up on rollout and says whom it waited for.

@@ -1,34 +1,33 @@
-"""Ends a run: everything it started, and nothing else."""
+"""Ends everything that a run started, and nothing else."""
 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from relax_hpc import permissions
 from relax_hpc.errors import LaunchError
 from relax_hpc.launch import local, record, slurm, states
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import write_json
 from relax_hpc.roles.table import joining
 from relax_hpc.runs import status, verdict
 from relax_hpc.runs.status import Launch
+from relax_hpc.runtime.files import permissions
+from relax_hpc.runtime.files.records import write_json
+from relax_hpc.runtime.paths import RunPaths
 
 _TRIES = 3
-"""A requeue may come between one and the look that follows it."""
+"""A requeue may happen between a cancel and the next look."""
 
 
 def cancel(run_dir: Path, say: Callable[[str], None] = lambda _: None) -> None:
     """Ends every job that `submit` and `resume` started for a run.
 
     Args:
-        run_dir: of the run.
-        say: is given a line for each job, newest first: what it was doing, what has become of it.
+        say: gets a line for each job, newest first: its state, and what was done.
 
     Raises:
         ConfigError: not a run directory, or nothing was started in it.
         LaunchError: some may still run: Slurm refused or did not answer, a local process had to be
-            killed, or the run is being started at this moment. The others were ended.
+            killed, or the run is just being started. The others were ended.
     """
     newest, paths = record.read(run_dir), RunPaths(run_dir)
     found = status.launches(newest)
@@ -40,7 +39,7 @@ def cancel(run_dir: Path, say: Callable[[str], None] = lambda _: None) -> None:
             ended.append(launch)
         except LaunchError as error:
             failures.append(f"{job} may still run: {error}")
-    if claim := record.unrecorded(paths, newest):
+    if claim := record.find_unrecorded(paths, newest):
         failures.append(f"it is being started, see {claim}: cancel it again")
     if any(states.is_alive(launch.state) for launch in ended):
         verdict.give(run_dir, newest.leader, "cancelled", "cancelled by relax-hpc cancel")
@@ -49,7 +48,7 @@ def cancel(run_dir: Path, say: Callable[[str], None] = lambda _: None) -> None:
 
 
 def _end(paths: RunPaths, launch: Launch) -> str:
-    """Ends one launch and says what it was found to be."""
+    """Ends one launch and describes its state."""
     record, was = launch.record, launch.state
     if record.is_elsewhere and states.is_alive(was):
         raise LaunchError(f"{launch.silence}; cancel it there")
@@ -70,18 +69,18 @@ def _end(paths: RunPaths, launch: Launch) -> str:
 
 
 def _say_so(paths: RunPaths, leaders: Sequence[str]) -> None:
-    """Tells the tasks of jobs, which may outlive scancel for a while, to have none requeued."""
+    """Tells the tasks, which may outlive scancel for a while, not to requeue."""
     # A full disk is a reason to cancel a run, and must not be in the way.
-    with suppress(OSError), permissions.masked(permissions.umask_of(paths.root)):
+    with suppress(OSError), permissions.set_umask(permissions.umask_of(paths.root)):
         for leader in leaders:
-            write_json(paths.cancelled(leader), {"time": time.time()})
+            write_json(paths.cancellation(leader), {"time": time.time()})
 
 
 def _cancel(leaders: Sequence[str]) -> None:
-    """Ends all jobs of a launch, again if one is started anew meanwhile.
+    """Ends all jobs of a launch, again if one is requeued meanwhile.
 
     Raises:
-        LaunchError: one may live on.
+        LaunchError: one may still run.
     """
     for _ in range(_TRIES):
         _scancel(leaders)
@@ -100,7 +99,7 @@ def _goes_on(state: str) -> bool:
 
 
 def _scancel(leaders: Sequence[str]) -> None:
-    """Cancels all of some jobs, also if one of them cannot be."""
+    """Cancels several jobs, even if one of them fails."""
     failures = []
     for leader in leaders:
         try:

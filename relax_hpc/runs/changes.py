@@ -1,4 +1,4 @@
-"""Changes of a job between two starts of a run: those that leave alone what is trained."""
+"""Changes a run's job at a resume, without changing what is trained."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from relax_hpc.config.job_file import read_resolved, with_overrides
+from relax_hpc.config.model import learning_rate
 from relax_hpc.config.run import JobConfig
-from relax_hpc.engines.megatron.optimizer.learning_rate import learning_rate
-from relax_hpc.errors import CheckpointError, ConfigError, shown
-from relax_hpc.job_file import read_resolved, with_overrides
+from relax_hpc.errors import CheckpointError, ConfigError, show
 from relax_hpc.launch import record
 from relax_hpc.launch.placement import place
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import read_json
+from relax_hpc.runtime.files.records import read_json
+from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.sections import Resources
 
 _FREE = re.compile(
@@ -23,7 +23,7 @@ _FREE = re.compile(
     r"|bus\.keep_steps|weights\.(timeout_s|checksum_every)|(notify|boards)\.\w+"
     r"|engines\.[^.]+\.(start_timeout_s|hang_timeout_s)"
 )
-"""Keys that say where and how long a run computes, what it keeps, and who is told."""
+"""Keys about where and how long a run computes, what it keeps, and notifications."""
 _COMPUTED = re.compile(
     r"(actor|critic|reference|teachers\.[^.]+)\.layout(\.\w+)?"
     r"|actor\.(tokens_per_micro_batch|portion_micro_batches|attention|recomputed_passes)"
@@ -33,8 +33,7 @@ _COMPUTED = re.compile(
     r"|engines\.[^.]+\.args\.(max_prefill_tokens|max_total_tokens|cuda_graph_max_bs)"
     r"|weights\.bucket_bytes|launch\.bootstrap"
 )
-"""Keys that say how the same is computed, on how many ranks and in how much memory: sums run in
-another order."""
+"""Keys about how the same is computed: ranks and memory. The order of sums changes."""
 _STEPS = ("schedule.num_steps", "sft.num_steps")
 _TRAINED = "would change what is trained, and a run has one job for all its steps"
 _REASONS = {
@@ -46,19 +45,19 @@ _REASONS = {
     ),
     r"eval\..+": "points of a curve would be of different evaluations",
 }
-"""Keys that stay for other reasons than that."""
+"""Keys that cannot change, each with its own reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The keys of a job that one resume changed."""
+    """The keys that one resume changed."""
 
     number: int
     """Number of the launch."""
     time: float | None
-    """Time at which a job of it was started; None: none has been."""
+    """When its job was started; None if none was."""
     keys: dict[str, tuple[Any, Any]]
-    """Key -> its value before, and since; None where there was none."""
+    """Key -> value before, and after; None where there was none."""
 
     def lines(self) -> list[str]:
         return [_line(key, *values) for key, values in self.keys.items()]
@@ -68,31 +67,29 @@ class Change:
 
 
 class Changed(NamedTuple):
-    """A job with changes."""
-
     job: JobConfig
     lines: Sequence[str] = ()
-    """A line for each key whose value is another one now."""
+    """A line per changed key."""
     is_computed_otherwise: bool = False
-    """Whether it computes the same in another way, which models and memory may not allow."""
+    """Whether the computation is distributed differently, which models and memory may not allow."""
 
 
-def changed(config: JobConfig, overrides: Sequence[str]) -> Changed:
+def change(config: JobConfig, overrides: Sequence[str]) -> Changed:
     """Applies `section.key=value` to the job of a run.
 
     Raises:
-        ConfigError: a key would change what is trained, or is none.
+        ConfigError: unknown key, or it would change what is trained.
     """
     everywhere = [each for asked in overrides for each in _of_components(config, asked)]
     tree = _without_gpus_per_node(config.model_dump(mode="json"), overrides)
     new = with_overrides(tree, [*everywhere, *overrides], source="resume --set")
     found = _between(config.model_dump(mode="json"), new.model_dump(mode="json"))
-    lines = [_allowed(config, key, *values) for key, values in found.items()]
+    lines = [_check_allowed(config, key, *values) for key, values in found.items()]
     return Changed(new, lines, any(_COMPUTED.fullmatch(key) for key in found))
 
 
 def of_run(paths: RunPaths) -> list[Change]:
-    """Lists what resumes have changed of the job of a run, oldest first.
+    """Lists what resumes have changed in a run's job, oldest first.
 
     Raises:
         ConfigError: the record of what was started is not ours.
@@ -115,7 +112,7 @@ def of_run(paths: RunPaths) -> list[Change]:
 
 
 def jobs_at(paths: RunPaths, times: Sequence[float]) -> list[JobConfig]:
-    """The job that a run had at each of some times, before later resumes changed it.
+    """Returns a run's job at each of some times, before later resumes changed it.
 
     Raises:
         ConfigError: one cannot be read.
@@ -134,8 +131,8 @@ def jobs_at(paths: RunPaths, times: Sequence[float]) -> list[JobConfig]:
 
 
 def another_run(config: JobConfig) -> str:
-    """Says how another run begins with the policy of this one."""
-    from relax_hpc.checkpoints import store  # seconds, for torch
+    """Says how another run can begin with this run's policy."""
+    from relax_hpc.trainer.checkpoints import store  # seconds, for torch
 
     said = "submit a run of another name"
     try:
@@ -146,8 +143,7 @@ def another_run(config: JobConfig) -> str:
 
 
 def _of_components(config: JobConfig, override: str) -> Iterator[str]:
-    """Says of every component what is asked of `resources`: in the job of a run, each has its
-    own."""
+    """Applies an override of `resources` to every component: a run's job has no shared table."""
     section, _, field = override.strip().partition(".")
     if section == "resources" and field.split("=")[0].strip() in Resources.model_fields:
         for component in place(config):
@@ -156,7 +152,7 @@ def _of_components(config: JobConfig, override: str) -> Iterator[str]:
 
 
 def _numbers(paths: RunPaths) -> list[int]:
-    """Numbers of the launches that may have changed the job, rising."""
+    """Numbers of the launches that may have changed the job, ascending."""
     begin, end = paths.config_before(0).name.split("0")
     found = (path.name for path in paths.control.glob(f"{begin}*{end}"))
     numbers = (name.removeprefix(begin).removesuffix(end) for name in found)
@@ -168,11 +164,11 @@ def _line(key: str, before: Any, after: Any) -> str:  # noqa: ANN401
 
 
 def _value(value: Any) -> str:  # noqa: ANN401
-    return "unset" if value is None else shown(value)
+    return "unset" if value is None else show(value)
 
 
 def _without_gpus_per_node(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Returns a job that `gpus` can be said of: a run's job has what that came to before."""
+    """Makes `gpus` settable again: a run's job has the resolved value."""
     for override in overrides:
         *section, field = override.partition("=")[0].strip().split(".")
         if field == "gpus":
@@ -183,7 +179,7 @@ def _without_gpus_per_node(tree: dict[str, Any], overrides: Sequence[str]) -> di
     return tree
 
 
-def _allowed(config: JobConfig, key: str, before: Any, after: Any) -> str:  # noqa: ANN401
+def _check_allowed(config: JobConfig, key: str, before: Any, after: Any) -> str:  # noqa: ANN401
     said = _line(key, before, after)
     if _FREE.fullmatch(key) or _COMPUTED.fullmatch(key):
         return said
@@ -193,13 +189,13 @@ def _allowed(config: JobConfig, key: str, before: Any, after: Any) -> str:  # no
         raise ConfigError(f"--set {key}={_value(after)}: {why}")
     if after is None or before is None or after < before:
         raise ConfigError(
-            f"--set {key}={shown(after)}: is less than {shown(before)}; to end earlier, cancel it"
+            f"--set {key}={show(after)}: is less than {show(before)}; to end earlier, cancel it"
         )
     return said + _of_rate(config, before, after)
 
 
 def _of_rate(config: JobConfig, before: int, after: int) -> str:
-    """Says what more steps make of a learning rate that falls; nothing of one that does not."""
+    """Describes the effect of more steps on a decaying learning rate; empty otherwise."""
     optimizer, done = config.actor.optimizer, _steps_saved(config)
     if optimizer.final_lr_fraction == 1:
         return ""
@@ -214,7 +210,7 @@ def _of_rate(config: JobConfig, before: int, after: int) -> str:
 
 
 def _steps_saved(config: JobConfig) -> int:
-    from relax_hpc.checkpoints import store  # seconds, for torch
+    from relax_hpc.trainer.checkpoints import store  # seconds, for torch
 
     try:
         return store.step_of(store.find(RunPaths(config.run_dir).checkpoints, None)) or 0
@@ -223,7 +219,7 @@ def _steps_saved(config: JobConfig) -> int:
 
 
 def _between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Key -> its value in either of two jobs, where they differ."""
+    """Returns the differing keys of two jobs with both values."""
     one, other = dict(_flat(before)), dict(_flat(after))
     return {
         key: (one.get(key), other.get(key))

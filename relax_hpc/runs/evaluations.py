@@ -1,64 +1,66 @@
-"""Evaluations of a run, summed up from the samples that it keeps of them."""
+"""Computes the figures of a run's evaluations from their samples."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from relax_hpc.errors import ConfigError
-from relax_hpc.evaluation.statistics import (
+from relax_hpc.algorithms.statistics import (
     Figure,
-    Sample,
+    ScoredResponse,
     Statistics,
     by_prompt,
     by_source,
     statistics,
 )
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import finite
-from relax_hpc.rewards.answers import final_text, last_box, last_line, number, plain
-from relax_hpc.telemetry import history
-from relax_hpc.telemetry.events import FREQUENT, Event, read_events
-from relax_hpc.telemetry.tables import aligned
+from relax_hpc.environments.rewards.answers import final_text, last_box, last_line
+from relax_hpc.environments.rewards.equality import quantity, tidy
+from relax_hpc.errors import ConfigError, nearest
+from relax_hpc.runtime.files.records import finite
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry import history
+from relax_hpc.runtime.telemetry.events import FREQUENT, Event, read_events
+from relax_hpc.runtime.text import align_lines
 
+_MOST_CHARACTERS = 2000
+"""Longest answer that is compared."""
 WHENS = ("before", "during", "after")
 
 
 class Evaluation(NamedTuple):
-    """One evaluation of a held-out set, by all tasks whose samples are there."""
+    """One evaluation of a held-out set, over all tasks with samples."""
 
     name: str
-    """Name of the set."""
     when: str
     """before, during or after training."""
     version: int
     """Oldest policy that sampled a token; -1 if there is none."""
     version_max: int
-    """Newest policy that did."""
+    """Newest policy that sampled a token."""
     missing_tasks: int
-    """Tasks whose samples are not there (yet)."""
+    """Tasks without samples so far."""
     reward_errors: int
     """Samples whose reward failed."""
     masked: int
-    """Failed ones that are in no figure, with reward.on_error = "mask"."""
+    """Failed samples excluded from all figures, with reward.on_error = "mask"."""
     all: Statistics
     """Figures of the whole set."""
     subsets: dict[str, Statistics]
-    """Figures by `source`; empty where all prompts are of one."""
+    """Figures by `source`; empty if there is only one."""
 
 
 def collect(
     run_dir: Path, *, ks: Sequence[int] = (), name: str | None = None, right: float = 1.0
 ) -> list[Evaluation]:
-    """Sums up the evaluations of a run, by set and then in order of the policy.
+    """Returns the evaluations of a run, by set and policy.
 
     Args:
-        ks: of pass@k, pass^k and maj@k; 1 and the samples per prompt if none are given.
-        name: only of this set.
+        ks: of pass@k, pass^k and maj@k; default is 1 and the samples per prompt.
+        name: only this set.
         right: score from which on a sample is right.
 
     Raises:
-        ConfigError: no evaluation, or none of that set, is kept; a k is above the samples of a
+        ConfigError: no evaluation, or none of that set, is kept; a k exceeds the samples of a
             prompt; a file of samples is damaged.
     """
     paths = RunPaths(run_dir)
@@ -66,7 +68,8 @@ def collect(
     names = {found for found, _, _ in tasks}
     if name is not None and name not in names:
         there = ", ".join(sorted(names)) or "none yet"
-        raise ConfigError(f"--set {name}: no evaluation of it is in {run_dir}; there are: {there}")
+        hint = nearest(name, names) or f"there are: {there}"
+        raise ConfigError(f"--set {name}: no evaluation of it is in {run_dir}; {hint}")
     found = [
         evaluation
         for (each, when, _), events in tasks.items()
@@ -79,7 +82,7 @@ def collect(
 
 
 def text(evaluations: Sequence[Evaluation]) -> str:
-    """A table of every set: a row for each evaluation, and below it one for each subset."""
+    """Formats a table per set: a row per evaluation, and one per subset below it."""
     lines = list[str]()
     for name in dict.fromkeys(evaluation.name for evaluation in evaluations):
         of_set = [evaluation for evaluation in evaluations if evaluation.name == name]
@@ -90,30 +93,30 @@ def text(evaluations: Sequence[Evaluation]) -> str:
             rows += [
                 ["", f"  {source or '-'}", *_cells(s, ks)] for source, s in each.subsets.items()
             ]
-        table = [f"  {line}" for line in aligned(rows, left=2)]
+        table = [f"  {line}" for line in align_lines(rows, left=2)]
         lines += [name, *table, *_remarks(of_set)]
     return "\n".join(lines)
 
 
 def to_json(evaluations: Sequence[Evaluation]) -> str:
-    """Returns a list with an object for each evaluation; null for what is not finite."""
+    """Returns a list with an object per evaluation; non-finite numbers become null."""
     said, _ = finite({"evaluations": [_plain(each) for each in evaluations]})
     return json.dumps(said["evaluations"], indent=2, allow_nan=False)
 
 
 def final_answer(response: str, *, in_thought: bool = False) -> str | None:
-    """Returns the answer that a response votes for; None if it has none.
+    """Returns the answer that a response votes for; None without one.
 
-    It stands in the last box after the thought, or else behind the last `Answer:`. Numbers are one
-    answer however they are written.
+    It is the last box after the thought, or else the text after the last `Answer:`. Numbers compare
+    by value, with or without a unit; other answers without spaces.
     """
     final = final_text(response, in_thought)
     found = last_box(final)
     found = last_line(final) if found is None else found
     if found is None:
         return None
-    value = number(found)
-    return "".join(plain(found).split()) if value is None else str(value)
+    value = quantity(found)
+    return "".join(tidy(found[:_MOST_CHARACTERS]).split()) if value is None else str(value)
 
 
 def _evaluation(
@@ -124,7 +127,7 @@ def _evaluation(
     ks: Sequence[int],
     right: float,
 ) -> Evaluation | None:
-    """Sums up what is there; None if nothing is."""
+    """Returns the figures so far; None without samples."""
     files = {
         rank: paths.eval_rows(name, event["version"], when, event["number"], rank)
         for rank, event in tasks.items()
@@ -144,7 +147,7 @@ def _evaluation(
             when=when,
             version=min(versions, default=-1),
             version_max=max(tasks[rank]["version_max"] for rank in there),
-            missing_tasks=len(files) - len(there) + history.untold(tasks),
+            missing_tasks=len(files) - len(there) + history.count_missing(tasks),
             reward_errors=sum(row.failed for row in rows),
             masked=len(rows) - len(samples),
             all=statistics(samples, ks, right=right),
@@ -156,19 +159,19 @@ def _evaluation(
         raise ConfigError(f"{name}, {when}: {error}") from None
 
 
-class _Row(NamedTuple):
-    sample: Sample | None
-    """None of one without a score."""
+class _HeldoutRow(NamedTuple):
+    sample: ScoredResponse | None
+    """None without a score."""
     failed: bool
 
 
-def _read(path: Path) -> list[_Row]:
+def _read(path: Path) -> list[_HeldoutRow]:
     rows = []
-    for number_of_line, line in enumerate(path.read_text().splitlines(), start=1):
+    for number_of_line, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             row = json.loads(line)
             found = None if row["score"] is None else _sample(row)
-            rows.append(_Row(found, bool(row.get("failed", False))))
+            rows.append(_HeldoutRow(found, bool(row.get("failed", False))))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{path}, line {number_of_line}: is no sample of an evaluation ({error!r}); "
@@ -177,8 +180,8 @@ def _read(path: Path) -> list[_Row]:
     return rows
 
 
-def _sample(row: dict[str, Any]) -> Sample:
-    return Sample(
+def _sample(row: dict[str, Any]) -> ScoredResponse:
+    return ScoredResponse(
         prompt=int(row["prompt"]),
         score=float(row["score"]),
         is_truncated=row["finish"] == "length",
@@ -232,7 +235,7 @@ def _remarks(evaluations: Sequence[Evaluation]) -> list[str]:
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401
-    """Returns named tuples as objects, which JSON would write as lists."""
+    """Converts named tuples to objects, which JSON would write as lists."""
     if isinstance(value, Statistics | Figure | Evaluation):
         value = value._asdict()
     if isinstance(value, dict):

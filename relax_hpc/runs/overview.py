@@ -1,35 +1,35 @@
-"""All runs of a user in a table: what `relax-hpc ls` prints."""
+"""Lists all runs of a user, for `relax-hpc ls`, and resolves `submit --depend`."""
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import record
+from relax_hpc.launch import record, states
 from relax_hpc.launch.record import LaunchRecord
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import read_json
 from relax_hpc.runs import status
-from relax_hpc.telemetry.progress import duration
-from relax_hpc.telemetry.tables import aligned
+from relax_hpc.runtime.files.records import read_json
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry import events
+from relax_hpc.runtime.telemetry.events import Event
+from relax_hpc.runtime.telemetry.progress import duration
+from relax_hpc.runtime.text import align_lines
 
 _TAIL_BYTES = 1 << 18
-"""Bytes of events in which the newest step is looked for: dozens of steps."""
+"""Bytes of events searched for the newest step: dozens of steps."""
 _WIDEST_NAME = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One run."""
-
+class OverviewRow:
     name: str
     run_dir: Path
     job_id: str
     state: str
-    """As `status` says it."""
+    """As in `status`."""
     reason: str
     """Why Slurm has not started it yet."""
     step: int
@@ -38,17 +38,16 @@ class Row:
     """Mean training reward of the newest step."""
     loss: float | None
     time: float
-    """Time at which it was submitted, seconds since 1970."""
+    """When it was submitted, seconds since 1970."""
 
 
-def collect(run_dirs: Sequence[Path], *, last: int | None = None) -> list[Row]:
-    """Looks at runs, newest first, with one question to Slurm for all of them.
+def collect(run_dirs: Sequence[Path], *, last: int | None = None) -> list[OverviewRow]:
+    """Returns runs, newest first, with a single request to Slurm.
 
-    Folders that `submit` has not finished, or whose record is damaged, are left out.
+    Skips unfinished submissions and damaged records.
 
     Args:
-        run_dirs: of the runs.
-        last: so many at most.
+        last: at most this many.
     """
     found = list[tuple[Path, LaunchRecord]]()
     for run_dir in run_dirs:
@@ -58,16 +57,16 @@ def collect(run_dirs: Sequence[Path], *, last: int | None = None) -> list[Row]:
             continue
     found.sort(key=lambda each: each[1].all[-1].time, reverse=True)
     found = found[:last]
-    decided = status.decided([newest for _, newest in found])
+    decided = status.decide([newest for _, newest in found])
     return [
         _row(run_dir, newest, launch)
         for (run_dir, newest), launch in zip(found, decided, strict=True)
     ]
 
 
-def _row(run_dir: Path, newest: LaunchRecord, launch: status.Launch) -> Row:
+def _row(run_dir: Path, newest: LaunchRecord, launch: status.Launch) -> OverviewRow:
     step = newest_step(RunPaths(run_dir))
-    return Row(
+    return OverviewRow(
         name=run_dir.name,
         run_dir=run_dir,
         job_id=launch.record.leader,
@@ -81,8 +80,8 @@ def _row(run_dir: Path, newest: LaunchRecord, launch: status.Launch) -> Row:
     )
 
 
-def text(rows: Sequence[Row]) -> str:
-    """A line for each run; a run whose name another has, too, is called by its directory."""
+def text(rows: Sequence[OverviewRow]) -> str:
+    """Formats a line per run; runs of the same name are shown by directory."""
     names = [row.name for row in rows]
     lines = [("run", "state", "step", "reward", "age")]
     for row in rows:
@@ -97,14 +96,14 @@ def text(rows: Sequence[Row]) -> str:
                 duration(max(0.0, time.time() - row.time)),
             )
         )
-    return "\n".join(aligned(lines, left=2))
+    return "\n".join(align_lines(lines, left=2))
 
 
-def to_json(rows: Sequence[Row]) -> str:
+def to_json(rows: Sequence[OverviewRow]) -> str:
     return json.dumps([asdict(row) for row in rows], default=str, indent=1, allow_nan=False)
 
 
-def _figure(row: Row) -> str:
+def _figure(row: OverviewRow) -> str:
     if row.reward is not None:
         return f"{row.reward:.3f}"
     return "-" if row.loss is None else f"loss {row.loss:.3f}"
@@ -115,7 +114,7 @@ def _short(name: str) -> str:
 
 
 def num_steps_of(paths: RunPaths) -> int | None:
-    """The steps of a job, of an older version, too."""
+    """Returns the steps of a job, also of older versions."""
     try:
         job = read_json(paths.config) or {}
         section = job.get("schedule") or job["sft"]
@@ -124,20 +123,36 @@ def num_steps_of(paths: RunPaths) -> int | None:
         return None
 
 
-def newest_step(paths: RunPaths) -> dict[str, Any]:
-    """The newest step, or the step that training has gone on from since; empty before the first."""
-    path = paths.events("actor", 0)
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return {}
-    for line in reversed(lines):
-        if b'"event": "step"' in line or b'"event": "resume"' in line:
-            try:
-                event: dict[str, Any] = json.loads(line)
-            except ValueError:  # cut short
-                continue
-            return event
-    return {}
+def newest_step(paths: RunPaths) -> Event:
+    """Returns the newest step, or the one resumed from since; empty before the first."""
+    found = events.read_newest(paths.events("actor", 0), _TAIL_BYTES)
+    return next((e for e in reversed(found) if e["event"] in ("step", "resume")), {})
+
+
+def on_job(asked: str) -> str | None:
+    """Returns Slurm's dependency on completed jobs, or the user's own; None if it names no job."""
+    if re.fullmatch(r"\d+(,\d+)*", asked):
+        return f"afterok:{asked.replace(',', ':')}"
+    if ":" in asked or asked == "singleton":
+        return asked
+    return None
+
+
+def on_run(run_dir: Path) -> str | None:
+    """Returns Slurm's dependency on a completed run; None if it has completed.
+
+    Raises:
+        ConfigError: it cannot complete any more, or Slurm does not know it.
+    """
+    launch = status.decisive(status.of_run(run_dir))
+    key = f"--depend {run_dir.name}"
+    if launch.state == "COMPLETED":
+        return None
+    if launch.record.controller is not None:
+        raise ConfigError(f"{key}: runs without Slurm, which cannot wait for it; submit later")
+    if states.is_over(launch.state):
+        raise ConfigError(
+            f"{key}: is {launch.state}, so nothing would ever begin; resume it first, or leave "
+            "--depend out"
+        )
+    return f"afterok:{':'.join(launch.record.leaders)}"

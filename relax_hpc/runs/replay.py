@@ -1,6 +1,6 @@
-"""Trains a step of a run again, from its shards, and compares it with what was recorded.
+"""Trains a step of a run again from its shards, and compares the result with the record.
 
-A small run directory `replay/step_<step>-<number>/` in the run has job, logs and events of that.
+Job, logs and events go to `replay/step_<step>-<number>/` in the run directory.
 """
 
 import itertools
@@ -12,30 +12,29 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from relax_hpc import job_file, permissions
 from relax_hpc.bus.plan import Chain, PlanPosition, PlanRecord, read_chain
-from relax_hpc.checkpoints import store
+from relax_hpc.config import job_file
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import BusError, ConfigError, LaunchError
 from relax_hpc.launch import script, states, submit
 from relax_hpc.launch.placement import Bootstrap, Component, place
-from relax_hpc.paths import BusPaths, RunPaths
-from relax_hpc.printable import argument
-from relax_hpc.records import finite, write_json
-from relax_hpc.roles.actor.role import ACTOR
-from relax_hpc.roles.replay.record import Replay
-from relax_hpc.roles.replay.role import COMPONENT, REPLAY
-from relax_hpc.run_secret import RunSecret
-from relax_hpc.runs import changes, failure, status
+from relax_hpc.roles.actor.role import ACTOR, REPLAY, REPLAY_COMPONENT, Replay
+from relax_hpc.runs import changes, status, verdict
 from relax_hpc.runs.resume import check_resources
-from relax_hpc.telemetry.events import FREQUENT, read_events
+from relax_hpc.runtime.files import permissions
+from relax_hpc.runtime.files.records import finite, write_json
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.runtime.paths import BusPaths, RunPaths
+from relax_hpc.runtime.telemetry.events import FREQUENT, read_events
+from relax_hpc.runtime.text import argument
+from relax_hpc.trainer.checkpoints import store
 
 TOLERANCE = 1e-5
-"""Difference that another grid may make: of the gradient's norm relative, of a loss absolute."""
+"""Tolerance for another grid: relative for the gradient's norm, absolute for a loss."""
 _FREE = re.compile(
     r"actor\.(layout|resources)\.\w+|actor\.(tokens_per_micro_batch|attention)|resources\.\w+"
 )
-"""Keys that say how and where a step is computed."""
+"""Keys about how and where a step is computed."""
 _GRID = ("layout", "tokens_per_micro_batch", "attention")
 """Keys of the actor that change the order of sums."""
 _POLL_S = {"local": 0.3, "slurm": 3.0}
@@ -43,7 +42,7 @@ _POLL_S = {"local": 0.3, "slurm": 3.0}
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number of the step, twice."""
+    """A number of the step, recorded and recomputed."""
 
     name: str
     recorded: float | None
@@ -61,7 +60,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A step that was trained again, beside what the run recorded of it."""
+    """A step that was trained again, beside the run's record."""
 
     replay: Replay
     folder: Path
@@ -71,12 +70,12 @@ class Compared:
 
     @property
     def difference(self) -> float:
-        """The largest difference of those that judge it."""
+        """The largest difference of the decisive numbers."""
         return max(each.difference for each in self.numbers if each.name in _JUDGED)
 
     @property
     def is_equal(self) -> bool:
-        """Whether the step is what it was: bit by bit, or nearly at another grid."""
+        """Whether the step is reproduced: bit for bit, or nearly with another grid."""
         return self.difference <= (0.0 if self.is_same_grid else TOLERANCE)
 
     def to_json(self) -> str:
@@ -88,7 +87,7 @@ class Compared:
 
 
 _JUDGED = {"loss": False, "grad_norm": True}
-"""Numbers that a step is judged by, and whether relative."""
+"""Decisive numbers, and whether they are compared relatively."""
 _SHOWN = ("entropy", "lr", "reward/mean", "num_tokens")
 
 
@@ -105,11 +104,11 @@ def replay(
 
     Args:
         run_dir: of a run that is over.
-        step: that it has trained.
+        step: one that it has trained.
         overrides: of the actor's layout and resources, `section.key=value`.
         local: run here even though there is a Slurm.
-        ended: the caller knows that a job has ended of which Slurm says nothing.
-        say: is told what is done.
+        ended: the caller knows that a job has ended which Slurm has forgotten.
+        say: gets progress messages.
 
     Raises:
         ConfigError: the step cannot be trained again; says why.
@@ -118,20 +117,20 @@ def replay(
     paths = RunPaths(run_dir.absolute())
     permissions.check_run(paths)
     _check_over(run_dir, ended=ended)
-    recorded = recorded_step(paths, step)
+    recorded = read_step(paths, step)
     [was] = _jobs_of(paths, [recorded])
-    config = changed(was, overrides)
+    config = change(was, overrides)
     asked = plan(paths, was, step)
     say(_words(asked))
     folder, mode = _make(paths, config, asked), submit.mode_of(local=local)
     _wait(_start(folder, paths, config, mode), folder, say)
-    found = _steps(folder, COMPONENT)[step]
+    found = _steps(folder, REPLAY_COMPONENT)[step]
     same = _is_same_grid(paths, config, range(asked.first, step + 1))
     return Compared(asked, folder.root, same, numbers(recorded, found))
 
 
 def _jobs_of(paths: RunPaths, recorded: Sequence[Mapping[str, Any]]) -> list[RunConfig]:
-    """The jobs by which steps were trained; later resumes may have changed them."""
+    """Returns the jobs that trained the steps; later resumes may have changed them."""
     jobs = changes.jobs_at(paths, [each["time"] for each in recorded])
     found = [job for job in jobs if isinstance(job, RunConfig)]
     if len(found) < len(jobs):
@@ -140,7 +139,6 @@ def _jobs_of(paths: RunPaths, recorded: Sequence[Mapping[str, Any]]) -> list[Run
 
 
 def _is_same_grid(paths: RunPaths, config: RunConfig, trained: range) -> bool:
-    """Whether all of these steps were trained at the grid of a job."""
     recorded = _steps(paths, ACTOR.name)
     jobs = _jobs_of(paths, [recorded[step] for step in trained])
     return all(
@@ -148,11 +146,11 @@ def _is_same_grid(paths: RunPaths, config: RunConfig, trained: range) -> bool:
     )
 
 
-def changed(was: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """The job with another grid, or other resources.
+def change(was: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """Returns the job with another grid, or other resources.
 
     Raises:
-        ConfigError: a key says what is trained.
+        ConfigError: a key changes what is trained.
     """
     for override in overrides:
         key = override.partition("=")[0].strip()
@@ -176,11 +174,11 @@ def _check_over(run_dir: Path, *, ended: bool) -> None:
         )
 
 
-def recorded_step(paths: RunPaths, step: int) -> dict[str, Any]:
-    """Reads the record of a step, of when the run trained it last.
+def read_step(paths: RunPaths, step: int) -> dict[str, Any]:
+    """Returns the newest record of a step.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: it was not trained.
     """
     steps = _steps(paths, ACTOR.name)
     if step in steps:
@@ -195,15 +193,15 @@ def _steps(paths: RunPaths, role: str) -> dict[int, dict[str, Any]]:
 
 
 def plan(paths: RunPaths, config: RunConfig, step: int) -> Replay:
-    """Finds where to begin, so that a step can be trained again.
+    """Finds the checkpoint to begin with.
 
     Raises:
-        ConfigError: there is nothing to train it from.
+        ConfigError: there is none to train the step from.
     """
     chain = read_chain(paths.bus)
     portions = _portions(chain)
     if not _is_there(paths.bus, portions, step):
-        raise ConfigError(_freed(paths, config, portions, step))
+        raise ConfigError(_explain_freed(paths, config, portions, step))
     checkpoints = store.whole(paths.checkpoints, PlanPosition, lambda at: _is_on(chain, at))
     before = [each for each in checkpoints if each.step < step]
     found = before[-1] if before else None
@@ -228,7 +226,6 @@ def _is_on(chain: Chain, position: PlanPosition) -> bool:
 
 
 def _portions(chain: Chain) -> dict[int, list[PlanRecord]]:
-    """step -> what its batch was planned in."""
     found: dict[int, list[PlanRecord]] = {}
     for record in chain.steps:
         found.setdefault(record.step, []).append(record)
@@ -249,7 +246,7 @@ def _files(bus: BusPaths, records: Sequence[PlanRecord]) -> Iterator[Path]:
                 yield bus.shard(each.writer, each.fence, each.seq)
 
 
-def _freed(
+def _explain_freed(
     paths: RunPaths, config: RunConfig, portions: Mapping[int, Sequence[PlanRecord]], step: int
 ) -> str:
     left = [each for each in sorted(portions) if _is_there(paths.bus, portions, each)]
@@ -271,8 +268,7 @@ def _words(asked: Replay) -> str:
 
 
 def _make(paths: RunPaths, config: RunConfig, asked: Replay) -> RunPaths:
-    """Makes the directory of a replay."""
-    with permissions.masked(permissions.umask_of(paths.root)):
+    with permissions.set_umask(permissions.umask_of(paths.root)):
         for number in itertools.count(1):
             folder = paths.replay(asked.step, number)
             folder.root.parent.mkdir(exist_ok=True)
@@ -301,19 +297,21 @@ def _start(
         comment=config.resources.comment, seen=paths.root.parent,
     )  # fmt: skip
     planned = submit.Submission(folder.root, mode, "", (component,), 1, None)
-    with permissions.masked(permissions.umask_of(paths.root)):
+    with permissions.set_umask(permissions.umask_of(paths.root)):
         return submit.start_job(planned, job, folder)
 
 
 def component_of(config: RunConfig, mode: submit.Mode) -> Component:
-    """The one component of a replay: the actor's ranks, alone."""
+    """Returns a replay's only component: the actor's ranks."""
     actor = next(each for each in place(config) if each.name == ACTOR.name)
     bootstrap: Bootstrap = "files" if actor.bootstrap == "files" or mode == "local" else "mpi"
-    return replace(actor, name=COMPONENT, bootstrap=bootstrap, environment=REPLAY.environment)
+    return replace(
+        actor, name=REPLAY_COMPONENT, bootstrap=bootstrap, environment=REPLAY.environment
+    )
 
 
 def _wait(started: submit.Submission, folder: RunPaths, say: Callable[[str], None]) -> None:
-    """Waits for the end of the job; who interrupts it ends the job, too."""
+    """Waits for the end of the job; an interrupt ends the job, too."""
     assert started.job is not None
     say(f"job {started.job.job_id}, in {folder.root}")
     try:
@@ -324,12 +322,12 @@ def _wait(started: submit.Submission, folder: RunPaths, say: Callable[[str], Non
         raise
     if state != "COMPLETED":
         launched = status.of_run(folder.root)[0].record
-        why = failure.found(folder.root, launched, state)
+        why = verdict.explain(folder.root, launched, state)
         raise LaunchError(f"{folder.root}: {state}: {why.text}; see {why.log}")
 
 
 def numbers(recorded: dict[str, Any], found: dict[str, Any]) -> tuple[Number, ...]:
-    """The numbers of a step that is compared: those that judge it, then others."""
+    """Returns the compared numbers of a step, decisive ones first."""
     names = [*_JUDGED, *(name for name in _SHOWN if name in recorded)]
     return tuple(
         Number(name, recorded.get(name), found.get(name), _JUDGED.get(name, False))
@@ -338,10 +336,10 @@ def numbers(recorded: dict[str, Any], found: dict[str, Any]) -> tuple[Number, ..
 
 
 def text(compared: Compared) -> str:
-    """A table for people, and what it means."""
+    """Formats a table for people, and its meaning."""
     rows = [("", "recorded", "replayed", "difference")]
     rows += [
-        (each.name, _shown(each.recorded), _shown(each.replayed), f"{each.difference:.3g}")
+        (each.name, _show(each.recorded), _show(each.replayed), f"{each.difference:.3g}")
         for each in compared.numbers
     ]
     lines = [f"{name:<14}{a:>24}{b:>24}{c:>13}" for name, a, b, c in rows]
@@ -356,5 +354,5 @@ def text(compared: Compared) -> str:
     return "\n".join([*lines, f"step {compared.replay.step}: {meant}"])
 
 
-def _shown(value: float | None) -> str:
+def _show(value: float | None) -> str:
     return "not finite" if value is None else repr(value)

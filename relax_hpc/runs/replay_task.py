@@ -1,6 +1,6 @@
-"""Entry of a task of a replay: `python -m relax_hpc.runs.replay_task RUN_DIR replay ...`.
+"""Runs a task of a replay: `python -m relax_hpc.runs.replay_task RUN_DIR replay ...`.
 
-It takes what `entry` takes; the run directory is that of the replay.
+Takes the arguments of `entry`; the run directory is the replay's.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from relax_hpc.roles.context import TaskContext
 
 def _run(run_dir: Path, context: TaskContext, bootstrap: str) -> None:
     from relax_hpc.roles import task
-    from relax_hpc.roles.replay.role import REPLAY
+    from relax_hpc.roles.actor.role import REPLAY
 
     task.run(run_dir, context, bootstrap, REPLAY)
 

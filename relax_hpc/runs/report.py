@@ -1,22 +1,128 @@
-"""A run in words: what `submit --follow` and `status` print."""
+"""Describes a run in words, for `submit --follow` and `status`.
+
+While a followed run logs nothing, a line now and then says what it is doing.
+"""
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from relax_hpc import errors
-from relax_hpc.hangs.doing import Doing
-from relax_hpc.launch import pending, states
-from relax_hpc.paths import RunPaths
-from relax_hpc.printable import argument, printable
-from relax_hpc.runs import engine_rows, logs
-from relax_hpc.runs.quiet import Quiet
-from relax_hpc.runs.status import RunStatus
-from relax_hpc.runs.watching import Watch
-from relax_hpc.telemetry import ends
-from relax_hpc.telemetry.progress import duration, short
+from relax_hpc.config.run import RunConfig
+from relax_hpc.errors import RelaxError
+from relax_hpc.launch import states
+from relax_hpc.runs import logs, status
+from relax_hpc.runs.status import EngineRow, RunStatus, Watch
+from relax_hpc.runtime.heartbeat import Doing
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry import history
+from relax_hpc.runtime.telemetry.events import Event
+from relax_hpc.runtime.telemetry.history import shares_of
+from relax_hpc.runtime.telemetry.progress import duration, short
+from relax_hpc.runtime.text import argument, printable
+
+EVERY_S = 25.0
+"""Seconds without output before a status line."""
+_PART = 10
+"""Pause between looks, as a multiple of their duration."""
+_NAMED = 2
+"""Most engines named; more are counted."""
+
+
+class Quiet:
+    """Looks at a run that has been silent for a while, as `status` does."""
+
+    def __init__(self, run_dir: Path, watch: Watch) -> None:
+        self._run_dir, self._watch = run_dir, watch
+        self.end()
+
+    def end(self) -> None:
+        """Notes that a line was printed."""
+        self._said, self._pause_s = "", EVERY_S
+        self._next = time.monotonic() + EVERY_S
+
+    def line(self) -> str:
+        """Returns a status line if one is due; the queue is reported elsewhere.
+
+        The interval doubles while the line stays the same.
+        """
+        begin = time.monotonic()
+        if begin < self._next or states.is_waiting(self._watch.look().state):
+            return ""
+        said = ""
+        with suppress(RelaxError, OSError):  # whoever asks for the status is told
+            said = at_work(self._run_dir, self._watch)
+        self._pause_s = 2 * self._pause_s if said == self._said else EVERY_S
+        self._said = said
+        now = time.monotonic()
+        self._next = now + max(self._pause_s, _PART * (now - begin))
+        return said
+
+
+def at_work(run_dir: Path, watch: Watch) -> str:
+    """Describes missing engines, and the progress of evaluation and batch."""
+    seen = status.gather(run_dir, watch.launches())
+    run, config = status.judge(seen), seen.config
+    said = [run.state.lower()] if run.state != "RUNNING" else []
+    said += _engines(run.engines)
+    if isinstance(config, RunConfig):
+        said += _heldout_line(run, config, seen.paths, seen.events)
+        said += _batch(run, config)
+    return "; ".join(said) or f"{run.progress['steps_done']} of {config.num_steps} steps"
+
+
+def _engines(rows: Sequence[EngineRow]) -> Iterator[str]:
+    late = [row for row in rows if row.state in ("PENDING", "WAITING", "STARTING", "FENCED")]
+    words = [row.state.lower() + (f" ({row.reason})" if row.reason else "") for row in late]
+    if len(late) <= _NAMED:
+        yield from (f"engine {row.id} {word}" for row, word in zip(late, words, strict=True))
+    else:
+        counts = (f"{count} {word}" for word, count in Counter(words).most_common(_NAMED))
+        yield f"of {len(rows)} engines {', '.join(counts)}"
+
+
+def _heldout_line(
+    run: RunStatus, config: RunConfig, paths: RunPaths, events: Sequence[Event]
+) -> Iterator[str]:
+    """Counts the prompts of evaluations before training starts or the run ends."""
+    done = run.progress["steps_done"]
+    when, number = {0: ("before", 0), config.num_steps: ("after", done)}.get(done, ("", 0))
+    if not when:
+        return
+    for name, held in config.eval.items():
+        shares = {
+            rank: event["num_samples"] + event.get("num_masked", 0)
+            for rank, event in shares_of(events).get((name, when, number), {}).items()
+        }
+        size = config.rollout_pool.num_hosts
+        parts = (paths.eval_part(name, when, number, task, size) for task in range(size))
+        begun = list(map(_lines, parts))
+        if any(lines is not None for lines in begun):
+            count = sum(shares.values()) // held.samples_per_prompt + sum(n or 0 for n in begun)
+            yield f"held-out {when}: {count} of up to {held.num_prompts} prompts ({name})"
+
+
+def _lines(part: Path) -> int | None:
+    """Prompts that a task has scored for an evaluation; None if it has not begun."""
+    try:
+        return part.read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return None
+
+
+def _batch(run: RunStatus, config: RunConfig) -> Iterator[str]:
+    done, counts = run.progress["steps_done"], run.progress["trajectories"]
+    if done == config.num_steps:
+        return
+    used = counts["trained"] + sum(counts["dropped"].values()) - counts["dropped"]["unaccounted"]
+    size = config.schedule.prompts_per_step * config.rollout.samples_per_prompt
+    there = min(max(counts["committed"] - used, 0), size)
+    yield f"batch {done + 1}: {there} of {size} responses"
+
 
 _SHOWN = re.compile(r" relax_hpc\.(?:roles|checkpoints)\.[^:]*: (.*)")
 """Loggers whose lines tell the story of a run; the rest is in the logs."""
@@ -24,12 +130,12 @@ _POLL_S = 0.5
 _MOST_TORN = 3
 _SETUP = ": setup ended with exit code "
 _ERROR = re.compile(r"[^:]+: [^:]+: ([a-z_]+\.)*(\w+): ")
-"""The begin of why a run failed: how a component ended, the task, its error."""
+"""Prefix of a failure reason: how a component ended, the task, its error."""
 
 
 def progress(run_dir: Path) -> Iterator[str]:
-    """The story of a run as it happens, until it is over; also what it waits for in the queue, and
-    now and then what it is at while there is no story."""
+    """Yields the story of a run until it is over, including its wait in the queue, and status lines
+    during silence."""
     watch, found = Watch(run_dir), logs.Logs(run_dir)
     quiet = Quiet(run_dir, watch)
     while True:
@@ -50,7 +156,7 @@ def progress(run_dir: Path) -> Iterator[str]:
 
 
 def text(run: RunStatus) -> str:
-    """Components and achievements, a line each."""
+    """Describes components and progress, a line each."""
     lines = [f"{run.name}: {run.state}" + (f" ({run.queue})" if run.queue else "")]
     width = max([9, *(len(c.name) for c in run.components)])
     lines += [
@@ -61,7 +167,7 @@ def text(run: RunStatus) -> str:
     lines += [
         f"  {row.id:<{width}} engine of {row.pool}, {row.state.lower()}"
         + (f" on {row.node}" if row.node else "")
-        + (f", {engine_rows.weights(row)}" if row.version is not None else "")
+        + (f", {row.weights}" if row.version is not None else "")
         + (f": {row.reason}" if row.reason else "")
         for row in run.engines
     ]
@@ -78,8 +184,9 @@ def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
     rows = [("steps", f"{done['steps_done']} of {done['num_steps']}" + _pace(run))]
     rows = [*_verdict(run), *_times(run), *_doing(run), *rows, *_changes(done["changes"])]
     rows += _torn(done["torn_checkpoints"]) + _redone(done["redone"])
-    rows += _announced_ends(done["announced_ends"])
+    rows += _describe_announced_ends(done["announced_ends"])
     rows += _parameters(done["parameters"])
+    rows.append(("clocks", history.describe_clocks(history.find_late_clocks(paths.events_folder))))
     rows += _of_sft(done) if "heldout_loss" in done else _of_rl(done)
     rows.append(("run directory", str(paths.root)))
     for name, path in (("reward curve", paths.reward_curve), ("loss curve", paths.loss_curve)):
@@ -91,7 +198,7 @@ def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
 
 
 def _doing(run: RunStatus) -> list[tuple[str, str]]:
-    """Tells what the tasks of each component are doing, those that do the same together."""
+    """Describes the tasks of each component, equal ones together."""
     rows = []
     for component in dict.fromkeys(each.component for each in run.doing):
         tasks = [each for each in run.doing if each.component == component]
@@ -111,7 +218,7 @@ def _doing(run: RunStatus) -> list[tuple[str, str]]:
 
 
 def _changes(done: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Tells what resumes have changed of the job, each with the step that it begins with."""
+    """Describes what resumes changed in the job, each with its first step."""
     said = []
     for each in done:
         when = "for the next start" if each["time"] is None else _ago(each["time"])
@@ -126,7 +233,7 @@ def _ago(then: float) -> str:
 
 
 def _torn(found: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Tells which checkpoints were passed over at a start, the newest few of them."""
+    """Names the newest damaged checkpoints that a start skipped."""
     said = [
         f"the {each['role']}'s checkpoint of step {each['step']} was not whole, and passed over "
         f"({_ago(each['time'])}): {each['message']}"
@@ -137,7 +244,7 @@ def _torn(found: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _redone(count: dict[str, int]) -> list[tuple[str, str]]:
-    """Tells what ends of the run have cost, where there is anything to tell."""
+    """Describes the work lost at ends of the run, if any."""
     said = []
     if count["steps"]:
         said.append(
@@ -152,19 +259,17 @@ def _redone(count: dict[str, int]) -> list[tuple[str, str]]:
     return [("redone", "; ".join(said))] if said else []
 
 
-def _announced_ends(found: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Tells how long announced ends took, the longest one, and what they wasted."""
+def _describe_announced_ends(found: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     if not found:
         return []
     longest = max(each["drained_s"] for each in found)
     most = " at most" * (len(found) > 1)
-    share = ends.share_wasted([ends.End(**each) for each in found])
+    share = history.share_wasted([history.AttemptEnd(**each) for each in found])
     said = f"{len(found)} announced: requeued {longest:.1f} s after that{most}"
     return [("ends", f"{said}; {share:.1%} of the last 10 minutes before them wasted")]
 
 
 def _parameters(count: dict[str, int] | None) -> list[tuple[str, str]]:
-    """Tells what learns, where it is not the whole model."""
     if count is None or not count["fixed"]:
         return []
     trained, fixed = short(count["trained"]), short(count["fixed"])
@@ -183,7 +288,7 @@ def _of_sft(done: dict[str, Any]) -> list[tuple[str, str]]:
         *([] if now is None else [("loss", f"{now:.3f} at step {done['steps_done']}")]),
         *_speed(done),
         ("held-out", "loss " + _heldout(loss["before"], loss["after"], loss["newest"])),
-        ("documents", f"{documents['trained']} trained on" + _counted(documents, cut)),
+        ("documents", f"{documents['trained']} trained on" + _describe_counts(documents, cut)),
         ("tokens", f"{tokens['all']}, {tokens['trained']} of them trained on"),
         ("model", done["exported_model"] or "not exported yet"),
     ]
@@ -196,22 +301,28 @@ def _of_rl(done: dict[str, Any]) -> list[tuple[str, str]]:
         *_speed(done),
         *_heldout_sets(done),
         ("trajectories", f"{count['committed']} committed, {count['trained']} trained on, "
-                         f"{count['trained_twice']} twice" + _dropped(count["dropped"])),
+                         f"{count['trained_twice']} twice" + _describe_dropped(count["dropped"])),
         *([("data", f"{done['rows_left_out']} rows left out, see left_out.jsonl")]
           if done.get("rows_left_out") else []),
         *((role, f"{number} trajectories scored") for role, number in done["scored"].items()),
         *_reward_errors(done.get("reward_errors"), ""),
         *_reward_errors(done.get("heldout_reward_errors"), " held-out"),
         ("staleness", f"{done['max_staleness_seen']} at most"),
-        ("weights", ", ".join(f"{who} v{v}" for who, v in done["weight_versions"].items())),
+        ("weights", _weights(done["weight_versions"], done.get("engines_removed", ()))),
         ("checksums", {True: "equal", False: "DIFFER", None: "not compared yet"}[
             done["checksums_equal"]]),
     ]  # fmt: skip
 
 
+def _weights(versions: Mapping[str, int], removed: Collection[str]) -> str:
+    there = [f"{who} v{version}" for who, version in versions.items() if who not in removed]
+    gone = [f"{who} removed at v{version}" for who, version in versions.items() if who in removed]
+    return "; ".join(", ".join(each) for each in (there, gone) if each)
+
+
 def _speed(done: dict[str, Any]) -> list[tuple[str, str]]:
     speed = done["tokens_per_s"]
-    return [] if speed is None else [("speed", f"{short(speed)} tokens/s")]
+    return [] if speed is None else [("speed", f"{short(speed)} tokens/s trained, with prompts")]
 
 
 def _reward_errors(count: dict[str, Any] | None, which: str) -> list[tuple[str, str]]:
@@ -221,8 +332,8 @@ def _reward_errors(count: dict[str, Any] | None, which: str) -> list[tuple[str, 
     return [("reward errors", said)]
 
 
-def _dropped(counts: dict[str, int]) -> str:
-    """Tells what became of those that were committed and are not trained on."""
+def _describe_dropped(counts: dict[str, int]) -> str:
+    """Explains why committed trajectories were not trained on."""
     said = {
         "duplicates": "repeated and ignored",
         "over_age": "over age and sampled again",
@@ -231,15 +342,15 @@ def _dropped(counts: dict[str, int]) -> str:
         "damaged": "damaged and sampled again",
         "unaccounted": "UNACCOUNTED FOR",
     }
-    return _counted(counts, said)
+    return _describe_counts(counts, said)
 
 
-def _counted(counts: dict[str, int], said: dict[str, str]) -> str:
+def _describe_counts(counts: dict[str, int], said: dict[str, str]) -> str:
     return "".join(f", {counts[key]} {text}" for key, text in said.items() if counts.get(key))
 
 
 def _verdict(run: RunStatus) -> list[tuple[str, str]]:
-    """Why it is not running, and what can be done."""
+    """Explains why it is not running, and what to do."""
     if run.state == states.UNREACHABLE:
         return [("unreachable", run.silence)]
     if states.is_over(run.state) and run.state != "COMPLETED":
@@ -250,7 +361,7 @@ def _verdict(run: RunStatus) -> list[tuple[str, str]]:
 
 
 def _to_go_on(run: RunStatus) -> list[tuple[str, str]]:
-    """Tells what can be done; what no restart cures commonly is in the job or in a program."""
+    """Says what to do; failures that no restart cures are mostly in the job or a program."""
     again = f"relax-hpc resume {argument(run.run_dir)}" + " --local" * (run.mode == "local")
     if _SETUP in run.reason:
         corrected = "--set 'resources.setup=[\"...\"]'"
@@ -267,7 +378,7 @@ def _to_go_on(run: RunStatus) -> list[tuple[str, str]]:
 
 
 def _last(run: RunStatus) -> list[tuple[str, str]]:
-    """Tells the last verdict; of a run that failed, its reason says the error."""
+    """Describes the last verdict; for a failed run the reason has the error."""
     if run.verdict is None:
         return []
     words = run.verdict.words
@@ -279,10 +390,10 @@ def _last(run: RunStatus) -> list[tuple[str, str]]:
 
 
 def _times(run: RunStatus) -> list[tuple[str, str]]:
-    """Rows on how long it waits, runs and may run, and on what was started again."""
+    """Rows about waiting, running and remaining time, and restarts."""
     rows = []
     if states.is_waiting(run.state):
-        said = [each for each in (pending.why(run.queue), pending.when(run.start)) if each]
+        said = [each for each in (states.why(run.queue), states.when(run.start)) if each]
         rows += [("queue", "; ".join(said))] if said else []
     elif run.state == "RUNNING" and run.start is not None:
         left = "" if run.left_s is None else f", {duration(run.left_s)} left of its time limit"
@@ -294,7 +405,7 @@ def _times(run: RunStatus) -> list[tuple[str, str]]:
 
 
 def _pace(run: RunStatus) -> str:
-    """Tells when the last step was and what is left, of a run that is running."""
+    """Describes the last step's age and the remaining time of a running run."""
     done = run.progress
     if run.state != "RUNNING" or done["steps_done"] == done["num_steps"]:
         return ""
@@ -304,7 +415,7 @@ def _pace(run: RunStatus) -> str:
 
 
 def _heldout_sets(done: dict[str, Any]) -> list[tuple[str, str]]:
-    """Rows of the held-out sets that have a score, with their names where there are several."""
+    """Rows of held-out sets with a score, named if there are several."""
     sets = done["heldout_sets"]
     return [
         ("held-out", _heldout(**each) + f" ({name})" * (len(sets) > 1))
@@ -313,7 +424,7 @@ def _heldout_sets(done: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _heldout(before: float | None, after: float | None, newest: dict[str, Any] | None) -> str:
-    """Tells the scores before and after, or of a run that has not ended so: at which step."""
+    """Formats the scores before and after; for an unfinished run the newest with its step."""
     if after is None and newest is not None:
         return f"{_score(before)} before, {_score(newest['value'])} at step {newest['step']}"
     return f"{_score(before)} before, {_score(after)} after"

@@ -1,32 +1,31 @@
-"""Starts a run again that ended, before its last step or with more steps than it had."""
+"""Restarts a run that has ended, before its last step or with more steps."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from relax_hpc import permissions
 from relax_hpc.bus import layout
-from relax_hpc.config.run import JobConfig, RunConfig
-from relax_hpc.config.sft import SftRunConfig
+from relax_hpc.config.job_file import read_resolved
+from relax_hpc.config.run import JobConfig, RunConfig, SftRunConfig
+from relax_hpc.data import order
 from relax_hpc.errors import ConfigError, LaunchError, RelaxError
-from relax_hpc.job_file import read_resolved
-from relax_hpc.launch import partitions, preflight, record, submit
+from relax_hpc.launch import cluster, preflight, record, submit
 from relax_hpc.launch.placement import Component, place, sides
 from relax_hpc.launch.slurm import MaybeQueuedError
-from relax_hpc.paths import RunPaths
-from relax_hpc.printable import argument
-from relax_hpc.prompts import order
-from relax_hpc.records import read_json, write_json
-from relax_hpc.roles.rollout import broken_media, prompt_check
-from relax_hpc.roles.rollout.decode_check import Advance
+from relax_hpc.roles.rollout import prompt_check, row_gate
+from relax_hpc.roles.rollout.row_gate import Advance
 from relax_hpc.roles.sft import document_check
 from relax_hpc.roles.training.check import check_model
-from relax_hpc.run_secret import RunSecret
 from relax_hpc.runs import status
-from relax_hpc.runs.changes import Changed, another_run, changed
-from relax_hpc.telemetry import history
-from relax_hpc.telemetry.events import FREQUENT, read_events
-from relax_hpc.user_programs import ORIGIN
+from relax_hpc.runs.changes import Changed, another_run, change
+from relax_hpc.runtime.files import permissions
+from relax_hpc.runtime.files.records import read_json, retract, write_json
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.runtime.files.user_programs import ORIGIN
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry import history
+from relax_hpc.runtime.telemetry.events import FREQUENT, read_events
+from relax_hpc.runtime.text import argument
 
 
 def resume(
@@ -38,30 +37,29 @@ def resume(
     say: Callable[[str], None] = lambda _: None,
     advance: Advance = lambda *_: None,
 ) -> submit.Submission:
-    """Starts a run again that ended: cancelled, out of time, given up, or to be given more steps.
+    """Restarts a run that was cancelled, ran out of time, gave up, or gets more steps.
 
-    It goes on from its newest checkpoint and from what stands on its bus, with the job it was
-    submitted with, or one changed where that does not change what is trained.
+    Continues from its newest checkpoint and its bus, with the submitted job or a changed one that
+    trains the same.
 
     Args:
-        run_dir: of the run.
-        overrides: of its job, `section.key=value`; the job as it was is kept in control/.
+        overrides: of its job, `section.key=value`; control/ keeps the previous job.
         local: run here even though there is a Slurm.
-        ended: the caller knows that a job has ended of which Slurm says nothing.
-        say: is told what is changed, and which programs the run keeps though theirs have changed.
-        advance: see `submit`; media are decoded where no submission of this run did.
+        ended: the caller knows that a job has ended which Slurm has forgotten.
+        say: gets the changes, and the programs whose originals have changed.
+        advance: see `submit`; for media that no submission of this run decoded.
 
     Raises:
-        ConfigError: not a run directory, complete and given no more steps, without a checkpoint or
-            what a first step needs, or it may still be running, or was resumed meanwhile; or an
-            override that would change what is trained.
+        ConfigError: not a run directory; complete without more steps; no checkpoint and no way to
+            begin again; maybe still running, or resumed meanwhile; or an override that would change
+            what is trained.
         LaunchError: Slurm refused it.
     """
 
     paths = RunPaths(run_dir.absolute())
     permissions.check_run(paths, paths.submission)
     was = read_resolved(paths.config)
-    new = changed(was, overrides) if overrides else Changed(was)
+    new = change(was, overrides) if overrides else Changed(was)
     config, changes = new.job, new.lines
     newest = record.read(paths.root)
     _check_ended(
@@ -74,15 +72,16 @@ def resume(
     if changes:
         _check_changed(new, components, mode, say)
     if mode == "slurm":
-        partitions.check_preemption(
+        cluster.check_preemption(
             [each for each in components if not each.on],
+            cluster.Cluster(),
             save_every=config.actor.save_every,
             save_s=history.longest_save_s(read_events(paths.events_folder, but=FREQUENT)),
             say=say,
         )
     _compare_programs(paths.programs, say)
-    with permissions.masked(permissions.UMASKS[config.launch.share]):
-        broken_media.decide_if_undecided(config, paths, say=say, advance=advance)
+    with permissions.set_umask(permissions.UMASKS[config.launch.share]):
+        row_gate.decide_media_once(config, paths, say=say, advance=advance)
     number = record.claim(paths, newest, sure=ended)
     planned = submit.plan(mode, config, components, number)
     try:
@@ -92,17 +91,14 @@ def resume(
             write_json(paths.config, config.model_dump(mode="json"))
             say("\n".join(changes))
         _deal(config, paths)
-        with permissions.masked(permissions.UMASKS[config.launch.share]):
+        with permissions.set_umask(permissions.UMASKS[config.launch.share]):
             return submit.start(planned, config, paths, newest)
     except MaybeQueuedError:
         raise  # the claim stays: there may be a job
-    except (OSError, RelaxError) as error:
-        if changes:
-            write_json(paths.config, was.model_dump(mode="json"))
-            with suppress(RelaxError):  # it may be this that could not be done
-                _deal(was, paths)
-        paths.launch_claim(number).unlink()
-        if isinstance(error, RelaxError):
+    except BaseException as error:  # also Ctrl-C
+        if record.read(paths.root).number != number:  # else it was started, and is known
+            _undo(was if changes else None, paths, number)
+        if not isinstance(error, OSError):
             raise
         raise LaunchError(
             f"{run_dir}: cannot be written to: {error.strerror}; nothing was started. "
@@ -110,10 +106,19 @@ def resume(
         ) from error
 
 
+def _undo(was: JobConfig | None, paths: RunPaths, number: int) -> None:
+    """Reverts an unsuccessful start; `was` is the previous job if it was changed."""
+    if was:
+        write_json(paths.config, was.model_dump(mode="json"))
+        with suppress(RelaxError):  # it may be this that could not be done
+            _deal(was, paths)
+    retract(paths.launch_claim(number))
+
+
 def _deal(config: JobConfig, paths: RunPaths) -> None:
-    """Deals prompts that nobody has begun over the rollout tasks of a job, if it has others."""
+    """Redistributes unstarted prompts over the rollout tasks, if their number changed."""
     if isinstance(config, RunConfig) and paths.bus.header.exists():
-        with permissions.masked(permissions.UMASKS[config.launch.share]):
+        with permissions.set_umask(permissions.UMASKS[config.launch.share]):
             layout.deal(paths.bus, config.producers)
 
 
@@ -141,18 +146,18 @@ def _check_ended(
 
 
 def _check_begin(config: JobConfig, paths: RunPaths) -> None:
-    """Makes sure that a run without a checkpoint can begin again."""
+    """Checks that a run without a checkpoint can begin again."""
     there = (each for name in ("step_*", "kept/step_*") for each in paths.checkpoints.glob(name))
     if any(there) or not isinstance(config, RunConfig):
         return
     if paths.bus.header.exists():
-        from relax_hpc.checkpoints import saving  # seconds, for torch
+        from relax_hpc.trainer.checkpoints import saving  # seconds, for torch
 
         saving.check_begin(paths)
 
 
 def _check_inputs(config: JobConfig, paths: RunPaths) -> None:
-    """Makes sure that the model and the data are there still, with as many rows."""
+    """Checks that the model and the data still exist, with as many rows."""
     check_model(config.model.path, config.actor)
     if isinstance(config, SftRunConfig):
         document_check.open_files(config)
@@ -170,7 +175,7 @@ def _check_changed(
     mode: submit.Mode,
     say: Callable[[str], None],
 ) -> None:
-    """Makes sure that the cluster has what a changed job asks for, and that it can be computed."""
+    """Checks that the cluster offers a changed job's resources, and that it can be computed."""
     for part in sides(new.job, components):
         check_resources(part, mode)
     if new.is_computed_otherwise:
@@ -178,10 +183,10 @@ def _check_changed(
 
 
 def _compare_programs(folder: Path, say: Callable[[str], None]) -> None:
-    """Says which of the user's files are there and other than the copies of them in a folder."""
+    """Names user files that differ from the copies in a folder."""
     for origin in sorted(folder.glob(f"*/{ORIGIN}")):
         for copy in sorted(origin.parent.glob("*.py")):
-            path = Path(origin.read_text()).with_name(copy.name)
+            path = Path(origin.read_text(encoding="utf-8")).with_name(copy.name)
             with suppress(OSError):
                 if path.is_file() and path.read_bytes() != copy.read_bytes():
                     say(
@@ -191,17 +196,18 @@ def _compare_programs(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def check_resources(components: Sequence[Component], mode: submit.Mode) -> None:
-    """Makes sure that the cluster has what components ask for now."""
+    """Checks that the cluster offers the components' resources now."""
     for component in components:
         preflight.check_component(component)
     if mode == "slurm":
         hosts = [each for each in components if not each.on]
-        partitions.check_partitions(hosts, partitions.partitions())
-        partitions.check_limits(hosts)
+        slurm = cluster.Cluster()
+        cluster.check_partitions(hosts, slurm.nodes)
+        cluster.check_limits(hosts, slurm)
 
 
 def _make_private(config: JobConfig, paths: RunPaths) -> None:
-    """Gives a run of an older version, which everybody may read, what newer ones are made with."""
+    """Adapts a run of an older version, which everybody may read, to current permissions."""
     if not paths.secret.exists():
         permissions.close_to_others(paths.root, permissions.UMASKS[config.launch.share])
         RunSecret.create(paths.secret)

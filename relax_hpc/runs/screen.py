@@ -1,4 +1,4 @@
-"""A run as a screen: what `relax-hpc watch` shows, and shows again as it changes."""
+"""Shows a run on a live screen, for `relax-hpc watch`."""
 
 import time
 from collections import defaultdict
@@ -15,30 +15,33 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from relax_hpc.launch import pending, states
-from relax_hpc.paths import RunPaths
-from relax_hpc.printable import printable
-from relax_hpc.runs import engine_rows, status
-from relax_hpc.runs.status import RunStatus
-from relax_hpc.runs.watching import Watch
-from relax_hpc.telemetry import history
-from relax_hpc.telemetry.events import Event, events_of_state
-from relax_hpc.telemetry.progress import duration, short
+from relax_hpc.launch import states
+from relax_hpc.runs import status
+from relax_hpc.runs.status import RunStatus, Watch
+from relax_hpc.runtime.telemetry import history
+from relax_hpc.runtime.telemetry.events import Event
+from relax_hpc.runtime.telemetry.progress import duration, short
+from relax_hpc.runtime.text import printable
 
 _EVERY_S = 2.0
 _PART = 10
-"""A look that takes long comes that many times its duration after the one before."""
+"""Pause between looks, as a multiple of their duration."""
 _CURVE = (64, 6)
 """Columns and lines of the curve."""
+_LOWEST = 3
+"""Least lines of a curve beside many held-out sets."""
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _COLOURS = {"RUNNING": "green", "COMPLETED": "green", "PENDING": "yellow", "CANCELLED": "yellow"}
 _MOST_ENGINES = 12
+_UNKNOWN = {"before": None, "newest": None}
+_POINTS = 6
+"""Newest points shown of a held-out set."""
 
 
 def watch(run_dir: Path, console: Console) -> None:
-    """Shows a run until it is over; where there is no terminal, once.
+    """Shows a run until it is over; only once without a terminal.
 
-    What was shown last stays on the terminal, also after Ctrl-C.
+    The last screen stays on the terminal, also after Ctrl-C.
     """
     seen = Watch(run_dir)
     if not console.is_terminal:
@@ -59,9 +62,8 @@ def watch(run_dir: Path, console: Console) -> None:
 
 
 def frame(run_dir: Path, seen: Watch) -> RenderableType:
-    """A run as it is now."""
-    events = events_of_state(RunPaths(run_dir.absolute()).events_folder)
-    run = status.collect(run_dir, found=seen.launches(), events=events)
+    found = status.gather(run_dir, seen.launches())
+    run, events = status.judge(found), found.events
     parts: list[RenderableType] = [_head(run), *_curve(events), _components(run)]
     if run.engines:
         parts.append(_engines(run, events))
@@ -71,7 +73,7 @@ def frame(run_dir: Path, seen: Watch) -> RenderableType:
 def _head(run: RunStatus) -> RenderableType:
     done = run.progress
     colour = _COLOURS.get(run.state, "red" if states.is_over(run.state) else "yellow")
-    title = Text.assemble((run.name, "bold"), " ", (run.state, f"bold {colour}"))
+    title = Text.assemble((printable(run.name), "bold"), " ", (run.state, f"bold {colour}"))
     bar = Table.grid(padding=(0, 1), expand=True)
     bar.add_column(no_wrap=True)
     bar.add_column(ratio=1)
@@ -95,22 +97,25 @@ def _results(done: dict[str, Any]) -> list[str]:
     for name in ("reward", "loss"):
         if (value := done.get(f"last_{name}")) is not None:
             said.append(f"{name} {value:.3f}")
-    before, newest = done.get("heldout_before"), done.get("heldout_newest")
-    if before is not None and newest is not None:
-        said.append(f"held-out {before:.3f} -> {newest['value']:.3f}")
+    sets = done.get("heldout_sets") or {"": done.get("heldout_loss", _UNKNOWN)}
+    for name, each in sets.items():
+        before, newest = each["before"], each["newest"]
+        if before is not None and newest is not None:
+            which = f" {name}" * (len(sets) > 1)
+            said.append(f"held-out{which} {before:.3f} -> {newest['value']:.3f}")
     if done["tokens_per_s"] is not None:
-        said.append(f"{short(done['tokens_per_s'])} tokens/s")
+        said.append(f"trained {short(done['tokens_per_s'])} tok/s")
     if "max_staleness_seen" in done:
-        said.append(f"staleness {done['max_staleness_seen']} at most")
+        said.append(f"staleness <= {done['max_staleness_seen']}")
     return said
 
 
 def _facts(run: RunStatus) -> list[str]:
-    """Why it waits, how long it runs, what was started again, why it failed."""
+    """Describes queue reason, duration, restarts and failure."""
     said = [f"job {run.job_id}"]
     if states.is_waiting(run.state):
         said += [f"({run.queue})"] if run.queue else []
-        said += [each for each in (pending.why(run.queue), pending.when(run.start)) if each]
+        said += [each for each in (states.why(run.queue), states.when(run.start)) if each]
     elif run.state == "RUNNING" and run.start is not None:
         said.append(f"running for {duration(max(0.0, time.time() - run.start))}")
         said += [] if run.left_s is None else [f"time limit in {duration(run.left_s)}"]
@@ -127,17 +132,32 @@ def _curve(events: Sequence[Event]) -> Iterator[RenderableType]:
         points = [(int(e["step"]), float(e[key])) for e in done if e.get(key) is not None]
         if len(points) > 1:
             yield Text(f"{name}, steps {points[0][0]} to {points[-1][0]}", style="bold")
-            yield Text("\n".join(drawn([value for _, value in points], *_CURVE)))
+            heldout, (width, height) = list(_heldout(events)), _CURVE
+            lines = drawn([v for _, v in points], width, max(height - len(heldout), _LOWEST))
+            yield Text("\n".join([*lines, *heldout]))
             return
 
 
+def _heldout(events: Sequence[Event]) -> Iterator[str]:
+    """Formats the newest points of each held-out set, a line each."""
+    points = [(p.name, p.version, p.reward) for p in history.heldout(events, every_set=True)]
+    points += [
+        ("loss", int(e["step"]), float(e["loss"]))
+        for e in history.heldout_losses(events)
+        if e["loss"] is not None
+    ]
+    for name in dict.fromkeys(name for name, _, _ in points):
+        own = [f"{value:.3f} ({step})" for of, step, value in points if of == name]
+        yield printable(f"held-out {name}, after step: {' '.join(own[-_POINTS:])}")
+
+
 def drawn(values: Sequence[float], width: int, height: int) -> list[str]:
-    """Draws bars in `height` lines, at most `width` of them, with the range at the left; of more
-    values than that each bar is a mean."""
+    """Draws bars in `height` lines, at most `width` of them, with the range at the left. With more
+    values each bar is a mean. Bars begin at 0, unless a value is below it."""
     width = min(width, len(values))
     cuts = [round(place * len(values) / width) for place in range(width + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
-    low, high = min(means), max(means)
+    low, high = min(0.0, *means), max(0.0, *means)
     steps = [round((v - low) / ((high - low) or 1.0) * (height * 8 - 1)) + 1 for v in means]
     lines = []
     for line in range(height):
@@ -152,7 +172,7 @@ def _components(run: RunStatus) -> RenderableType:
     table = _table("role", "state", "tasks done", "nodes")
     for each in run.components:
         tasks = f"{each.finished_tasks} of {each.tasks}"
-        table.add_row(each.name, each.state.lower(), tasks, each.nodes or "-")
+        table.add_row(*_cells(each.name, each.state.lower(), tasks, each.nodes or "-"))
     return table
 
 
@@ -161,21 +181,24 @@ def _engines(run: RunStatus, events: Sequence[Event]) -> RenderableType:
     loads = defaultdict[str, list[Event]](list)
     for (id, _), event in newest.items():
         loads[id].append(event)
-    table = _table("engine", "state", "node", "weights", "tokens/s", "in flight")
+    table = _table("engine", "state", "node", "weights", "sampled/s", "in flight")
     for row in run.engines[:_MOST_ENGINES]:
         figures = _load(loads[row.id]) if row.id in loads else ("-", "-")
-        table.add_row(
-            row.id, row.state.lower(), row.node or "-", engine_rows.weights(row), *figures
-        )
+        table.add_row(*_cells(row.id, row.state.lower(), row.node or "-", row.weights, *figures))
     if more := len(run.engines) - _MOST_ENGINES:
         table.caption = f"and {more} more" if more > 0 else None
     return table
 
 
 def _load(of_tasks: Sequence[Event]) -> tuple[str, str]:
-    """Tokens a second that an engine samples, and the requests in it, of all who ask it."""
+    """Tokens per second of an engine, and its requests, over all tasks."""
     speed = sum(event["num_tokens"] / event["seconds"] for event in of_tasks)
     return short(speed), str(sum(event["in_flight"] for event in of_tasks))
+
+
+def _cells(*texts: str) -> list[Text]:
+    """Table cells, with foreign text made harmless."""
+    return [Text(printable(text)) for text in texts]
 
 
 def _table(*heads: str) -> Table:

@@ -1,25 +1,31 @@
-"""The state of a run: Slurm's word on its components, joined with the facts it leaves on disk."""
+"""Determines the state of a run from Slurm's states and the files on disk, once or continuously."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from relax_hpc import job_file
-from relax_hpc.config.run import JobConfig
+from relax_hpc.config import job_file
+from relax_hpc.config.engines import ROLLOUT, follows_policy
+from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.hangs import doing
-from relax_hpc.hangs.doing import Doing
-from relax_hpc.launch import pending, record, states
+from relax_hpc.inference import members
+from relax_hpc.inference.members import ENDED, Roster, Standing, standing
+from relax_hpc.inference.pool_client import slow as slow_of
+from relax_hpc.launch import record, states
 from relax_hpc.launch.local import processes
 from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
 from relax_hpc.launch.script import exit_code_file
-from relax_hpc.paths import ComponentPaths, RunPaths
-from relax_hpc.runs import engine_rows, failure, verdict
-from relax_hpc.runs.engine_rows import Row
+from relax_hpc.runs import verdict
+from relax_hpc.runs.scale.records import Extra, ScaleState
 from relax_hpc.runs.verdict import Verdict
-from relax_hpc.telemetry.events import Event, events_of_state
+from relax_hpc.runtime import heartbeat
+from relax_hpc.runtime.heartbeat import Doing
+from relax_hpc.runtime.paths import ComponentPaths, RunPaths
+from relax_hpc.runtime.telemetry.events import Event, events_of_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,33 +34,53 @@ class ComponentStatus:
     job_id: str
     tasks: int
     finished_tasks: int
-    """Tasks that returned."""
     state: str
-    """Slurm's word; locally the same words, and RESTARTING between two starts of a step."""
+    """Slurm's state; locally the same words, and RESTARTING between two starts of a step."""
     nodes: str
 
     @property
     def leader(self) -> str:
-        """Id of its whole job."""
         return self.job_id.partition("+")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The state of one launch of a run."""
-
     record: LaunchRecord
     components: tuple[ComponentStatus, ...]
     state: str
-    """State of the job as a whole: that of the component that is worst off."""
+    """State of the whole job: that of its worst component."""
     silence: str
     """Why it is UNREACHABLE."""
     reason: str = ""
-    """Slurm's word for why it waits."""
+    """Slurm's reason for waiting."""
     start: float | None = None
-    """Time at which it began, or is expected to begin; None where nobody says."""
+    """Actual or expected start; None if unknown."""
     left_s: float | None = None
-    """Seconds until the time limit."""
+
+
+_RECENT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRow:
+    pool: str
+    id: str
+    state: Standing
+    node: str
+    version: int | Literal["fixed"] | None
+    """Policy version of its weights, as the trainer knows it; fixed: they never change."""
+    since: float | None
+    """When its state began, seconds since 1970; for an initial engine, when it first answered."""
+    requests: int | None
+    """Running and waiting requests; None if unknown here."""
+    reason: str = ""
+
+    @property
+    def weights(self) -> str:
+        """The version of its weights in a word."""
+        if self.version is None:
+            return "-"
+        return self.version if self.version == "fixed" else f"v{self.version}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,30 +90,29 @@ class RunStatus:
     mode: str
     job_id: str
     state: str
-    """State of the newest launch; of an earlier one if only that one is alive."""
+    """State of the newest launch; of an earlier one if only that is alive."""
     components: tuple[ComponentStatus, ...]
     earlier: dict[str, str]
-    """Job and state of earlier launches that are alive beside the newest, or may be."""
+    """Job and state of earlier launches that are, or may be, alive as well."""
     silence: str
-    """Why nobody knows the state, if it is UNREACHABLE."""
+    """Why the state is UNREACHABLE."""
     reason: str
-    """Why the run failed; empty if it did not, or nothing is known."""
+    """Why the run failed; empty if it did not, or is unknown."""
     log: str
-    """The file to read about that."""
+    """The log to read."""
     verdict: Verdict | None
-    """The failure or end that was the last, and the answer to it."""
+    """The last failure or end, and the reaction to it."""
     queue: str
-    """Slurm's word for why it waits."""
+    """Slurm's reason for waiting."""
     start: float | None
-    """Time at which the job began, or is expected to begin, seconds since 1970."""
+    """Actual or expected start of the job, seconds since 1970."""
     left_s: float | None
-    """Seconds until the job's time limit."""
-    engines: tuple[Row, ...]
-    """Engines of every pool, with those that were added, that are there or failed."""
+    engines: tuple[EngineRow, ...]
+    """Engines of every pool, added ones included, that run or failed."""
     progress: dict[str, Any]
-    """Steps, held-out scores, trajectories: `roles.summary.summarize`."""
+    """Steps, held-out scores, trajectories: from `summary.summarize`."""
     doing: tuple[Doing, ...] = ()
-    """The work of its tasks, half a minute ago at most."""
+    """The tasks' work, at most half a minute old."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=str, indent=1, allow_nan=False)
@@ -97,33 +122,52 @@ _ALIVE_FIRST = ("PENDING", "RESTARTING", "RUNNING", "COMPLETING")
 _WORST_FIRST = ("FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT", "CANCELLED")
 
 
-def collect(
-    run_dir: Path, *, found: list[Launch] | None = None, events: Sequence[Event] | None = None
-) -> RunStatus:
-    """Looks at a run without disturbing it.
+class RunRecords(NamedTuple):
+    """All that a run's state is judged by, read once."""
+
+    paths: RunPaths
+    config: JobConfig
+    launches: Sequence[Launch]
+    """Newest first."""
+    events: Sequence[Event]
+
+
+def gather(run_dir: Path, launches: Sequence[Launch] = ()) -> RunRecords:
+    """Reads a run without disturbing it.
 
     Args:
-        run_dir: of the run.
-        found: its launches, newest first, by who has asked for them already.
-        events: of the run, by who has read them already.
+        launches: if already known.
 
     Raises:
         ConfigError: not a run directory, or nothing was started in it.
     """
+    paths = RunPaths(run_dir.absolute())
+    launches = launches or of_run(paths.root)
+    config = job_file.read_resolved(paths.config)
+    return RunRecords(paths, config, launches, events_of_state(paths.events_folder))
+
+
+def collect(run_dir: Path) -> RunStatus:
+    """Looks at a run without disturbing it.
+
+    Raises:
+        ConfigError: not a run directory, or nothing was started in it.
+    """
+    return judge(gather(run_dir))
+
+
+def judge(run: RunRecords) -> RunStatus:
     from relax_hpc.runs import summary
 
-    run_dir = run_dir.absolute()
-    found = found or of_run(run_dir)
+    paths, config, found, events = run
     newest, shown = found[0], decisive(found)
-    paths = RunPaths(run_dir)
-    config = job_file.read_resolved(paths.config)
-    events = events_of_state(paths.events_folder) if events is None else events
-    why = failure.NOTHING
+    engines = list_engines(paths, config, _of_engines(shown), events)
+    why = verdict.NOTHING
     if _has_failed(shown.state):
-        why = failure.found(run_dir, shown.record, shown.state)
+        why = verdict.explain(paths.root, shown.record, shown.state)
     return RunStatus(
-        run_dir=run_dir,
-        name=run_dir.name,
+        run_dir=paths.root,
+        name=paths.root.name,
         mode=newest.record.mode,
         job_id=shown.record.leader,
         state=shown.state,
@@ -136,21 +180,14 @@ def collect(
         silence=shown.silence,
         reason=why.text,
         log=why.log,
-        verdict=verdict.read(run_dir),
+        verdict=verdict.read(paths.root),
         queue=shown.reason,
         start=shown.start,
         left_s=shown.left_s,
-        engines=_engines(paths, config, _of_engines(shown), events),
-        progress=summary.summed_up(paths, config, events),
-        doing=tuple(doing.read(paths.doing)) if states.is_alive(shown.state) else (),
+        engines=tuple(row for row in engines if row.state not in ("GONE", "CANCELLED")),
+        progress=summary.sum_up(paths, config, events),
+        doing=tuple(heartbeat.read_doing(paths.doing)) if states.is_alive(shown.state) else (),
     )
-
-
-def _engines(
-    paths: RunPaths, config: JobConfig, job_state: str, events: Sequence[Event]
-) -> tuple[Row, ...]:
-    rows = engine_rows.rows(paths, config, job_state, events)
-    return tuple(row for row in rows if row.state not in ("GONE", "CANCELLED"))
 
 
 def _has_failed(state: str) -> bool:
@@ -158,17 +195,16 @@ def _has_failed(state: str) -> bool:
 
 
 def job_state(run_dir: Path) -> str:
-    """`RunStatus.state`, without the cost of the rest."""
+    """Returns only `RunStatus.state`, which is cheaper."""
     return decisive(of_run(run_dir)).state
 
 
 def of_run(run_dir: Path) -> list[Launch]:
-    """Returns the state of every launch of a run, newest first."""
     return launches(record.read(run_dir.absolute()))
 
 
 def doubt(launch: Launch) -> str:
-    """Why it is not known whether a launch is alive, and what to do; empty if it is known."""
+    """Says why a launch may be alive, and what to do; empty if its state is known."""
     job = f"job {launch.record.leader}"
     if not states.is_doubtful(launch.state):
         return ""
@@ -189,15 +225,14 @@ def doubt(launch: Launch) -> str:
 
 
 def alive(run_dir: Path, found: Sequence[Launch], *, sure: bool) -> Launch | None:
-    """The newest launch of a run that is alive, if there is one.
+    """Returns the newest living launch of a run, if any.
 
     Args:
-        run_dir: of the run.
         found: its launches, newest first.
-        sure: the caller knows that those have ended of which nobody can tell.
+        sure: the caller knows that launches in an unknown state have ended.
 
     Raises:
-        ConfigError: of one it is not known; says what to do.
+        ConfigError: a launch's state is unknown; says what to do.
     """
     for launch in found:
         if not sure and (words := doubt(launch)):
@@ -212,8 +247,8 @@ def launches(newest: LaunchRecord) -> list[Launch]:
     return _launches(newest, _ask([newest]))
 
 
-def decided(runs: Sequence[LaunchRecord]) -> list[Launch]:
-    """Returns of each run the launch whose state is the run's, with one question to Slurm."""
+def decide(runs: Sequence[LaunchRecord]) -> list[Launch]:
+    """Returns each run's decisive launch, with a single request to Slurm."""
     answer = _ask(runs)
     return [decisive(_launches(newest, answer)) for newest in runs]
 
@@ -240,7 +275,7 @@ def _launches(newest: LaunchRecord, answer: states.Answer) -> list[Launch]:
 
 
 def _queue(launched: LaunchRecord, answer: states.Answer) -> tuple[str, float | None, float | None]:
-    """Why a launch waits, when it begins or began, and the seconds that its time limit leaves."""
+    """Why a launch waits, its actual or expected start, and its remaining seconds."""
     if launched.controller is not None:
         return "", launched.time, None
     known = [
@@ -253,12 +288,12 @@ def _queue(launched: LaunchRecord, answer: states.Answer) -> tuple[str, float | 
     by_hold = sorted(known, key=lambda each: each.state == "REQUEUE_HOLD")
     reason = next((each.reason for each in by_hold if each.reason), "")
     if any(each.state == "CANCELLED" for each in known) and len(launched.leaders) == 1:
-        reason = pending.COMPONENT_CANCELLED
+        reason = states.COMPONENT_CANCELLED
     return reason, max(starts, default=None), min(left, default=None)
 
 
 def decisive(found: Sequence[Launch]) -> Launch:
-    """Returns the launch whose state is the run's: the newest, or an earlier one that lives."""
+    """Returns the launch whose state is the run's: the newest, or an earlier living one."""
     newest = found[0]
     if states.is_alive(newest.state):
         return newest
@@ -274,7 +309,7 @@ def _elsewhere(launched: LaunchRecord) -> str:
 
 
 def overall(found: Sequence[str]) -> str:
-    """One word for all components: alive while any may be, else that of the worst."""
+    """Summarises components in a state: alive while any may be, else the worst."""
     alive = [state for state in found if states.is_alive(state)]
     for state in (*_ALIVE_FIRST, *alive, *_WORST_FIRST):
         if state in found:
@@ -283,7 +318,7 @@ def overall(found: Sequence[str]) -> str:
 
 
 def _of_jobs(found: Sequence[str]) -> str:
-    """One word for the jobs of a run: it runs while one of them does, however the other waits."""
+    """Summarises the jobs of a run: it runs while any of them does."""
     at_work = [each for each in found if states.is_alive(each) and not states.is_waiting(each)]
     return overall(at_work or found)
 
@@ -293,7 +328,7 @@ def _of_job(components: Sequence[ComponentStatus], leader: str) -> str:
 
 
 def _of_engines(shown: Launch) -> str:
-    """State of the job that has the engines."""
+    """State of the job with the engines."""
     is_one = len(shown.record.leaders) == 1
     return shown.state if is_one else _of_job(shown.components, shown.record.leader)
 
@@ -323,7 +358,7 @@ def _local(launched: LaunchRecord) -> list[ComponentStatus]:
         alive = any(task.find() for task in processes(component.folder, component.leader))
         if alive:
             state = "RUNNING"
-        elif _finished_tasks(component) == component.tasks:
+        elif _count_finished_tasks(component) == component.tasks:
             state = "COMPLETED"
         else:
             state = "RESTARTING" if running else otherwise
@@ -338,25 +373,25 @@ def _status(
         name=component.name,
         job_id=component.job_id,
         tasks=component.tasks,
-        finished_tasks=_finished_tasks(component),
+        finished_tasks=_count_finished_tasks(component),
         state=state,
         nodes=nodes,
     )
 
 
-def _finished_tasks(component: LaunchedComponent) -> int:
+def _count_finished_tasks(component: LaunchedComponent) -> int:
     left = ComponentPaths(component.folder, component.leader)
     return sum(left.done(rank).exists() for rank in range(component.tasks))
 
 
 def _afterwards(launched: LaunchRecord, leader: str, *, is_silent: bool) -> str:
-    """Returns how a job ended, by what its script left; one that was killed leaves nothing.
+    """Returns how a job ended, by its script's exit code file; a killed one has none.
 
-    While nobody says that the job is over, only success counts: Slurm may have requeued it since,
-    which ends the script as a cancel does.
+    Until the job is known to be over, only success counts: Slurm may have requeued it since, which
+    ends the script like a cancel.
     """
     try:
-        code = int(exit_code_file(launched.folder, leader).read_text())
+        code = int(exit_code_file(launched.folder, leader).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         if is_silent:
             return states.UNREACHABLE
@@ -366,3 +401,197 @@ def _afterwards(launched: LaunchRecord, leader: str, *, is_silent: bool) -> str:
     if is_silent and launched.controller is None:
         return states.UNREACHABLE
     return "CANCELLED" if code == 143 else "FAILED"
+
+
+ASK_S = 10.0
+"""Seconds between requests to Slurm; local processes are checked each time."""
+_ENDING_S = 1.0
+"""The same, once the job's script has written its exit code."""
+_MOVED_S = 600.0
+"""A smaller move of the expected start is not reported."""
+
+
+class Watch:
+    """The current state of a run, from Slurm's last answer."""
+
+    def __init__(self, run_dir: Path, *, every_s: float = ASK_S) -> None:
+        """Args:
+        every_s: seconds between requests to Slurm.
+        """
+        self._run_dir, self._every_s = run_dir, every_s
+        self._found = list[Launch]()
+        self._asked = 0.0
+        self._told: Launch | None = None
+
+    def launches(self) -> list[Launch]:
+        """Returns every launch of the run, newest first."""
+        if not self._found or self._is_due():
+            self._found = of_run(self._run_dir)
+            self._asked = time.monotonic()
+        return self._found
+
+    def look(self) -> Launch:
+        """Returns the launch whose state is the run's."""
+        return decisive(self.launches())
+
+    def is_over(self) -> bool:
+        return states.is_over(self.look().state)
+
+    def news(self) -> str:
+        """Reports once that the run waits, why and how long, or that it waits no more."""
+        found, told = self.look(), self._told
+        if not states.is_waiting(found.state):
+            self._told = None
+            return found.state if told and found.state == "RUNNING" else ""
+        if told and (told.state, told.reason) == (found.state, found.reason):
+            moved = abs((found.start or 0.0) - (told.start or 0.0))
+            if moved < _MOVED_S:
+                return ""
+        self._told = found
+        return waiting(found)
+
+    def _is_due(self) -> bool:
+        launch = decisive(self._found)
+        if launch.record.controller is not None:
+            return True
+        every_s = self._every_s
+        left = (exit_code_file(launch.record.folder, each) for each in launch.record.leaders)
+        if any(each.exists() for each in left):
+            every_s = min(_ENDING_S, every_s)
+        return time.monotonic() - self._asked >= every_s
+
+
+def waiting(launch: Launch) -> str:
+    """Formats a waiting launch: state, Slurm's reason with explanation, expected start."""
+    head = launch.state + (f" ({launch.reason})" if launch.reason else "")
+    words = [each for each in (states.why(launch.reason), states.when(launch.start)) if each]
+    return f"{head}: {'; '.join(words)}" if words else head
+
+
+def list_engines(
+    paths: RunPaths, config: JobConfig, job_state: str, events: Sequence[Event]
+) -> list[EngineRow]:
+    """Returns the engines that a run started with, pool by pool, then the added ones.
+
+    Args:
+        config: supervised fine-tuning has no engines.
+        job_state: of its job, to interpret records that nobody updates any more.
+        events: of the run.
+    """
+    if not isinstance(config, RunConfig):
+        return []
+    state, roster = ScaleState.read(paths), Roster.read(paths)
+    added = state.extras if state else {}
+    found = _initial(paths, config, roster, added.keys(), _nodes(events))
+    found += [_of_extra(paths, each, roster) for each in added.values()]
+    if states.is_over(job_state):
+        return [_over(row) for row in found]
+    if states.is_waiting(job_state):
+        return [_pending(row) for row in found]
+    there = {row.id for row in found if row.state not in ENDED}
+    late = find_slow([each for each in events if each.get("id", "") in there or "id" not in each])
+    return [replace(row, reason=row.reason or late.get(row.id, "")) for row in found]
+
+
+def find_slow(events: Sequence[Event]) -> dict[str, str]:
+    """Engines that sample less than half as fast as the median engine, with their speed.
+
+    Compares tokens per second and request of the last minute. Needs three engines.
+    """
+    loads = [event for event in events if event["event"] == "load" and event["in_flight"]]
+    since = max((event["time"] for event in loads), default=0.0) - _RECENT_S
+    tokens, seconds = defaultdict[str, float](float), defaultdict[str, float](float)
+    for event in loads:
+        if event["time"] > since:
+            tokens[event["id"]] += event["num_tokens"]
+            seconds[event["id"]] += event["seconds"] * event["in_flight"]
+    rates = {name: tokens[name] / spent for name, spent in seconds.items() if spent}
+    found = {name: _how_slow(rate, middle) for name, rate, middle in slow_of(rates)}
+    now = max((event["time"] for event in events), default=0.0)
+    for event in events:
+        if event["event"] == "rests" and event["time"] + event["seconds"] > now:
+            said = _how_slow(event["rate"], event["median"])
+            found[event["id"]] = f"{said}; a task asks nothing new of it"
+    return found
+
+
+def _how_slow(rate: float, middle: float) -> str:
+    return f"slow: {rate:.3g} tokens/s per request, the median engine {middle:.3g}"
+
+
+def _nodes(events: Sequence[Event]) -> dict[str, str]:
+    """Maps each task to the node of its last start."""
+    starts = [event for event in events if event["event"] == "start"]
+    return {f"{event['role']}-{event['rank']}": str(event["node"]) for event in starts}
+
+
+def _initial(
+    paths: RunPaths,
+    config: RunConfig,
+    roster: Roster | None,
+    added: Set[str],
+    nodes: Mapping[str, str],
+) -> list[EngineRow]:
+    found = []
+    for name, pool in config.engines.items():
+        engines = config.engines_in(name)
+        tasks = [
+            f"{name}-{index // pool.engines_per_task * pool.nodes_per_engine}"
+            for index in range(len(engines))
+        ]
+        if follows_policy(name) and roster:  # of an earlier attempt
+            others = sorted({*roster.members} - {*engines} - added)
+            engines, tasks = [*engines, *others], [*tasks, *others]
+        found += [
+            _of_initial(paths, name, engine, nodes.get(task, ""), roster)
+            for engine, task in zip(engines, tasks, strict=True)
+        ]
+    return found
+
+
+def _of_initial(
+    paths: RunPaths, pool: str, engine: str, node: str, roster: Roster | None
+) -> EngineRow:
+    record, member = paths.member(engine), members.find(paths, engine)
+    given = roster.members.get(engine) if roster else None
+    version = given.version if given else None
+    if roster is None and member and member.version >= 0:  # it loads by itself
+        version = member.version
+    return EngineRow(
+        pool,
+        engine,
+        standing(member, roster),
+        node,
+        version if follows_policy(pool) else "fixed",
+        record.stat().st_mtime if member else None,
+        None,
+        member.reason if member and member.state in ("STARTING", "WAITING") else "",
+    )
+
+
+def _of_extra(paths: RunPaths, extra: Extra, roster: Roster | None) -> EngineRow:
+    state, version = extra.state, None
+    if extra.process and not extra.ended and not extra.ending:
+        state = standing(members.find(paths, extra.id), roster)
+    if roster and extra.id in roster.members and not extra.ended:
+        version = roster.members[extra.id].version
+    return EngineRow(ROLLOUT, extra.id, state, extra.node, version, extra.since, None, extra.reason)
+
+
+def _over(row: EngineRow) -> EngineRow:
+    return (
+        _clear_version(row)
+        if row.state in ENDED
+        else _clear_version(replace(row, state="GONE", reason=""))
+    )
+
+
+def _pending(row: EngineRow) -> EngineRow:
+    """A waiting job has no engines: records are from an earlier attempt."""
+    if row.state in ENDED:
+        return row
+    return replace(_clear_version(row), state="PENDING", node="", since=None, reason="")
+
+
+def _clear_version(row: EngineRow) -> EngineRow:
+    return replace(row, version="fixed" if row.version == "fixed" else None)

@@ -1,25 +1,101 @@
-"""A run in one dictionary: the events joined with the bus's own account of its trajectories."""
+"""Summarises a run in one dictionary, from events and the bus.
 
+Counts of trajectories are cached per user, so that a growing bus is not read again.
+"""
+
+import hashlib
+import json
 import math
-from collections.abc import Sequence
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from relax_hpc import job_file
-from relax_hpc.bus.audit import BusAudit
-from relax_hpc.config.run import JobConfig
-from relax_hpc.config.sft import SftRunConfig
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import read_json, write_json
-from relax_hpc.runs import changes, counted
-from relax_hpc.telemetry import curve, ends, history
-from relax_hpc.telemetry.events import FREQUENT, Event, read_events
+from relax_hpc.bus.audit import BusAudit, Tally
+from relax_hpc.config import job_file
+from relax_hpc.config.run import JobConfig, RunConfig, SftRunConfig
+from relax_hpc.errors import LaunchError
+from relax_hpc.runs import changes
+from relax_hpc.runs.scale.records import RUN_ENDED, ScaleState
+from relax_hpc.runtime.files import permissions
+from relax_hpc.runtime.files.records import read_json, write_json
+from relax_hpc.runtime.files.storage import names
+from relax_hpc.runtime.paths import BusPaths, RunPaths
+from relax_hpc.runtime.telemetry import curve, history
+from relax_hpc.runtime.telemetry.events import FREQUENT, Event, read_events
+
+KEPT_RECORDS = 500
+"""Least records of the plan for which counts are cached."""
+_FORMAT = 2
+_MOST_KEPT = 200
+
+
+def folder() -> Path:
+    """Returns the cache folder: `relax-hpc/counts` below the XDG cache folder."""
+    said = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(said) if Path(said).is_absolute() else Path.home() / ".cache"
+    return base / "relax-hpc" / "counts"
+
+
+def count(bus: BusPaths) -> BusAudit:
+    """Counts all trajectories so far.
+
+    Raises:
+        BusError: not a bus of this format, or a damaged log.
+    """
+    try:
+        kept = folder() / f"{_name_of(bus)}.json"
+    except (OSError, RuntimeError):  # RuntimeError: no home
+        return Tally.of(bus).counts()
+    before = _read(kept)
+    tally = Tally.of(bus, before)
+    if tally.num_new_records >= KEPT_RECORDS:
+        with suppress(OSError, LaunchError):
+            _keep(kept, tally)
+    return tally.counts()
+
+
+def _name_of(bus: BusPaths) -> str:
+    """Returns a cache name unique to the run, even if another had the same path."""
+    found = bus.header.stat()
+    said = [str(bus.root.resolve()), found.st_ino, found.st_mtime_ns, _FORMAT]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+
+
+def _read(path: Path) -> Any:  # noqa: ANN401 - `Tally.of` judges it
+    """Reads this user's cached counts; None if missing, or if others may have written them."""
+    try:
+        permissions.check_own(path.parent, path)
+        with path.open(encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError, LaunchError):
+        return None
+
+
+def _keep(path: Path, tally: Tally) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    permissions.check_own(path.parent)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:16]}.tmp")
+    try:
+        with os.fdopen(
+            os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+        ) as file:
+            json.dump(tally.to_record(), file, allow_nan=False, separators=(",", ":"))
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    every = [path.parent / name for name in names(path.parent)]
+    for old in sorted(every, key=lambda each: each.stat().st_mtime)[:-_MOST_KEPT]:
+        old.unlink(missing_ok=True)
+
 
 NOTHING = BusAudit(0, 0, 0, 0, 0, 0, 0)
 
 
 def write(run_dir: Path) -> dict[str, Any]:
-    """Leaves summary.json and reward.png or loss.png in the run directory."""
+    """Writes summary.json and reward.png or loss.png to the run directory."""
     summary = summarize(run_dir)
     write_json(RunPaths(run_dir).summary, summary)
     (curve.plot_loss if "heldout_loss" in summary else curve.plot)(run_dir)
@@ -27,7 +103,7 @@ def write(run_dir: Path) -> dict[str, Any]:
 
 
 def summarize(run_dir: Path) -> dict[str, Any]:
-    """Sums up what there is to say now; None where there is nothing yet.
+    """Summarises the run so far; None for missing values.
 
     Raises:
         ConfigError: not a run directory.
@@ -35,19 +111,19 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     """
     paths = RunPaths(run_dir)
     config = job_file.read_resolved(paths.config)
-    return summed_up(paths, config, read_events(paths.events_folder, but=FREQUENT))
+    return sum_up(paths, config, read_events(paths.events_folder, but=FREQUENT))
 
 
-def summed_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> dict[str, Any]:
-    """Does as `summarize`, for who has read the job and its events."""
+def sum_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> dict[str, Any]:
+    """Does as `summarize`, with job and events already read."""
     done = history.steps(events)
     progress = _progress(events, config.num_steps)
-    progress["announced_ends"] = _announced_ends(paths, events)
+    progress["announced_ends"] = _list_announced_ends(paths, events)
     progress["changes"] = [_change(each, events) for each in changes.of_run(paths)]
     if isinstance(config, SftRunConfig):
         return progress | _of_sft(paths, events, done, config.num_steps)
     last = done[-1] if done else None
-    counts = counted.count(paths.bus) if paths.bus.header.exists() else NOTHING
+    counts = count(paths.bus) if paths.bus.header.exists() else NOTHING
     seen = [int(e["staleness/max"]) for e in done if "staleness/max" in e]
     return {
         **progress,
@@ -66,9 +142,10 @@ def summed_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> di
             },
         },
         "rows_left_out": _rows_left_out(paths),
-        "scored": _scored(events),
+        "scored": _count_scored(events),
         "max_staleness_seen": max([counts.max_staleness, *seen]),
-        "weight_versions": _weight_versions(events),
+        "weight_versions": (versions := _weight_versions(events)),
+        "engines_removed": _list_removed(paths, config, versions),
         "checksums_equal": _checksums_equal(events),
         "last_reward": last.get("reward/mean") if last else None,
         "reward_errors": _reward_errors(events, heldout=False),
@@ -77,14 +154,13 @@ def summed_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> di
 
 
 def _change(change: changes.Change, events: Sequence[Event]) -> dict[str, Any]:
-    """Tells what a resume changed, and the first step that was trained by it; None before it is."""
+    """Describes a resume's changes, and the first step trained with them; None before it."""
     began = math.inf if change.time is None else change.time
     since = (e["step"] for e in events if e["event"] == "step" and e["time"] > began)
     return {**change.to_json(), "first_step": next(since, None), "lines": change.lines()}
 
 
-def _scored(events: Sequence[Event]) -> dict[str, int]:
-    """Counts trajectories that got a column, by the role that made it."""
+def _count_scored(events: Sequence[Event]) -> dict[str, int]:
     found = dict[str, int]()
     for event in events:
         if event["event"] == "scored":
@@ -94,14 +170,14 @@ def _scored(events: Sequence[Event]) -> dict[str, int]:
 
 def _rows_left_out(paths: RunPaths) -> int:
     try:
-        with paths.left_out.open() as file:
+        with paths.left_out.open(encoding="utf-8") as file:
             return sum(1 for _ in file)
     except FileNotFoundError:
         return 0
 
 
 def _progress(events: Sequence[Event], num_steps: int) -> dict[str, Any]:
-    """Tells how far the run is: after a resume, behind the highest step that it has done."""
+    """Describes the progress; after a resume, the highest step done so far."""
     last, done = history.present_step(events), history.steps(events)
     pace = history.seconds_per_step(done)
     return {
@@ -123,15 +199,14 @@ def _progress(events: Sequence[Event], num_steps: int) -> dict[str, Any]:
 
 
 def _parameters(events: Sequence[Event]) -> dict[str, int] | None:
-    """Tells how many learn, and how many stay."""
+    """Counts trained and frozen parameters."""
     newest = history.newest(events, "parameters")
     return newest and {key: newest[key] for key in ("trained", "fixed")}
 
 
 def _redone(events: Sequence[Event]) -> dict[str, int]:
-    """Counts what ends of the run have cost: steps and their tokens that were trained again;
-    tokens of unfinished responses that were kept, that were sampled again all the same, and that
-    were lost at ends that were announced."""
+    """Counts work lost at ends of the run: steps and tokens trained again; tokens of unfinished
+    responses kept, sampled again, and lost at announced ends."""
     times: dict[int, int] = {}
     num_tokens = 0
     for event in events:
@@ -149,13 +224,13 @@ def _redone(events: Sequence[Event]) -> dict[str, int]:
     }
 
 
-def _announced_ends(paths: RunPaths, events: Sequence[Event]) -> list[dict[str, Any]]:
+def _list_announced_ends(paths: RunPaths, events: Sequence[Event]) -> list[dict[str, Any]]:
     said = {attempt: read_json(path) or {} for attempt, path in paths.all_endings().items()}
-    return [end._asdict() for end in ends.announced(said, events)]
+    return [end._asdict() for end in history.sum_up_ends(said, events)]
 
 
 def _restarts(events: Sequence[Event]) -> dict[str, int]:
-    """Counts by component how often a step of it was started again within an attempt of a job."""
+    """Counts restarts of a step by component, within attempts of a job."""
     starts: dict[tuple[str, str, int], int] = {}
     for event in events:
         if event["event"] == "start":
@@ -169,7 +244,7 @@ def _restarts(events: Sequence[Event]) -> dict[str, int]:
 
 
 def _requeues(events: Sequence[Event]) -> int:
-    """Counts how often Slurm began a job of the run anew; an attempt is "JOB.COUNT"."""
+    """Counts Slurm's requeues; an attempt is "JOB.COUNT"."""
     newest: dict[str, int] = {}
     for event in events:
         if event["event"] == "start":
@@ -208,7 +283,7 @@ def _of_sft(
 
 
 def _heldout(events: Sequence[Event], num_steps: int) -> dict[str, Any]:
-    """Scores of the job's first set, and by name those of each."""
+    """Scores of the job's first set, and by name of each."""
     named = {e["name"]: e["headline"] for e in events if e["event"] == "eval"}
     sets = {
         name: _of_set([e for e in events if e["event"] == "eval" and e["name"] == name], num_steps)
@@ -219,12 +294,12 @@ def _heldout(events: Sequence[Event], num_steps: int) -> dict[str, Any]:
 
 
 def _of_set(events: Sequence[Event], num_steps: int) -> dict[str, Any]:
-    """First score, that of the last policy, and the newest of those taken since the first."""
+    """First score, the last policy's, and the newest after the first."""
     points = history.heldout(events, every_set=True)
     before = [p.reward for p in points if p.when == "before"]
     # Of the run's last step: it may have had fewer steps before. Older versions wrote 0.
-    ends = [e for e in events if e["number"] in (0, num_steps)]
-    after = [p.reward for p in history.heldout(ends, every_set=True) if p.when == "after"]
+    at_end = [e for e in events if e["number"] in (0, num_steps)]
+    after = [p.reward for p in history.heldout(at_end, every_set=True) if p.when == "after"]
     since = [p for p in points if p.when != "before"]
     return {
         "before": before[0] if before else None,
@@ -234,7 +309,7 @@ def _of_set(events: Sequence[Event], num_steps: int) -> dict[str, Any]:
 
 
 def _reward_errors(events: Sequence[Event], *, heldout: bool) -> dict[str, Any] | None:
-    """Counts rewards that failed, of held-out prompts or the others; None if none did."""
+    """Counts failed rewards, of held-out or training prompts; None if none failed."""
     every = [event for event in events if event["event"] == "reward_errors"]
     said = [event for event in every if event.get("heldout", False) == heldout]
     if not said:
@@ -247,7 +322,7 @@ def _reward_errors(events: Sequence[Event], *, heldout: bool) -> dict[str, Any] 
 
 
 def _weight_versions(events: Sequence[Event]) -> dict[str, int]:
-    """Newest policy the trainer published, and the newest each member is known to hold."""
+    """Newest policy the trainer published, and the newest each engine is known to hold."""
     versions: dict[str, int] = {}
     for event in events:
         if event["event"] == "publish":
@@ -257,8 +332,17 @@ def _weight_versions(events: Sequence[Event]) -> dict[str, int]:
     return versions
 
 
+def _list_removed(paths: RunPaths, config: JobConfig, versions: Mapping[str, int]) -> list[str]:
+    """Names engines that had weights and are gone: removed, or of an earlier start."""
+    extras = state.extras if (state := ScaleState.read(paths)) else {}
+    stay = {name for name, e in extras.items() if not e.ended or e.reason == RUN_ENDED}
+    if isinstance(config, RunConfig):
+        stay |= {"trainer", *(id for pool in config.engines for id in config.engines_in(pool))}
+    return [name for name in versions if name not in stay]
+
+
 def _checksums_equal(events: Sequence[Event]) -> bool | None:
-    """Tells the result of the last comparison of every engine; None if there was none."""
+    """Returns the last comparison of every engine; None if there was none."""
     found = dict[str, bool]()
     for event in events:
         if event["event"] == "verify":
@@ -267,7 +351,7 @@ def _checksums_equal(events: Sequence[Event]) -> bool | None:
 
 
 def _is_equal(verify: Event) -> bool:
-    """A trainer that also knows how engines digest says so itself."""
+    """A trainer that knows the engines' digests reports the result itself."""
     if "equal" in verify:
         return bool(verify["equal"])
     return set(verify["members"].values()) == {verify["trainer"]}

@@ -1,0 +1,18 @@
+"""Brings each new policy version to every engine, by broadcast, shared GPU memory or files.
+
+One version over NCCL, in reading order:
+
+    roles.actor.loop          `publish`, on every rank; `roles.actor.rank0` decides what is sent
+    publish                   `Publisher` lists engines, writes the roster as SYNCING, pauses them
+    trainer.megatron.hf_stream  `HfGather` fills flat buckets under Hugging Face names; the other
+                              ranks give what rank 0 lacks (`TrainerRanks`)
+    staging                   `Outgoing`: one bucket is sent while the next is filled
+    broadcast                 `CollectiveTransport` orders each bucket over HTTP and sends it
+    inference.client          `receive_weights`: the order travels as the name of an empty tensor
+    inference.sglang.receive  `Receiver` takes the bucket off the group
+    inference.sglang.copies   `Copies` puts each tensor in its place
+    publish                   engines resume as version b; the roster says ACTIVE
+
+If rank 0 dies in between, the roster still says SYNCING. Its next start fences these engines
+(`inference.members.EngineRegistry`), and their owners start them again (`roles.engine.host`).
+"""

@@ -1,78 +1,81 @@
-"""Policy v becomes v + 1 in every engine: pause in place, deliver, resume.
+"""Brings a new policy version to every engine: pause in place, deliver, resume.
 
 Rank 0 of the trainer decides, whatever the transport. An engine that fails an update holds
-undefined weights: it is fenced (left out, and never resumed) until it comes back as another start.
+undefined weights. It is fenced, that is left out and never resumed, until it starts anew.
 """
 
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import methodcaller
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from relax_hpc.comm.broadcast import Transport as Backend
-from relax_hpc.comm.bucket import BucketPlan
-from relax_hpc.comm.orders import Receipt
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError, SnapshotError
-from relax_hpc.fleet import switches
-from relax_hpc.fleet.control import EngineControl
-from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.register import MEMORY, Register
-from relax_hpc.telemetry.timers import Phase, Timers
-from relax_hpc.weights.collective import CollectiveTransport
-from relax_hpc.weights.files import FileTransport
-from relax_hpc.weights.lanes import LaneLink, LaneTransport
-from relax_hpc.weights.loads import Loaded, Loads
-from relax_hpc.weights.ranks import Rest, TrainerRanks
+from relax_hpc.inference import switches
+from relax_hpc.inference.client import EngineClient
+from relax_hpc.inference.members import MEMORY, EngineRegistry, Engines, Member
+from relax_hpc.runtime.comm.bucket import BucketPlan
+from relax_hpc.runtime.comm.torch_group import Transport as Backend
+from relax_hpc.runtime.telemetry.timers import Phase, Timers
+from relax_hpc.weights.broadcast import CollectiveTransport
+from relax_hpc.weights.files import FileTransport, Loaded, Loads
+from relax_hpc.weights.same_gpu import LaneLink, LaneTransport
 from relax_hpc.weights.staging import Buffers, Gather, Outgoing
-from relax_hpc.weights.transport import WAYS, Delivery, Transport, Way, each
-from relax_hpc.weights.verify import Sent, Verified, compare
+from relax_hpc.weights.transport import (
+    WAYS,
+    Delivery,
+    DigestComparison,
+    Receipts,
+    Rest,
+    TrainerRanks,
+    Transport,
+    Update,
+    Way,
+    compare,
+    each,
+)
 
 log = logging.getLogger(__name__)
 
 _BUFFERS = 2
 RETRY_S = 30.0
-"""Pause after a transport was found to be of no use."""
+"""Time for which a failed transport is not retried."""
 _THREADS = 1 << 14
-"""Limit; one thread waits for every engine during an update, and engines for each other. They are
-started when needed."""
+"""Limit: during an update one thread waits for every engine. Threads start when needed."""
 
 
 class Published(NamedTuple):
-    """The outcome of one publication."""
-
     version: int
     members: list[str]
     fenced: list[str]
     again: bool
-    """Whether members are left that have to be given it in a further publication."""
+    """Whether members remain that need a further publication."""
     num_bytes: int
     pause_seconds: float
-    """Time for which engines stood still."""
     seconds: dict[str, float]
-    """Time from the first gathered tensor to the last engine that resumed, and the parts of it."""
-    verified: Verified | None
+    """Time from the first gathered tensor to the last engine that resumed, and its parts."""
+    verified: DigestComparison | None
     transport: Way | None = None
-    """The way that was served; None if every engine that is there holds the version."""
+    """The way that was served; None if every engine present holds the version."""
     error: str = ""
-    """Reason why no engine could be given it in this way, for the present."""
+    """Reason why no engine can be served in this way at present."""
     phases: Sequence[Phase] = ()
-    """The parts, with the times at which they began."""
     loading: Sequence[str] = ()
-    """Members that have begun to load it, each by itself; see `Publisher.ended_loads`."""
+    """Members that have begun to load by themselves; see `Publisher.take_ended_loads`."""
 
 
 class Publisher:
-    """Lives in rank 0 of the trainer, and tells the other ranks what to do for it."""
+    """Lives in rank 0 of the trainer and tells the other ranks what to do."""
 
     def __init__(
         self,
         config: WeightsConfig,
-        register: Register,
+        register: EngineRegistry,
         plan: BucketPlan,
         *,
         device: torch.device,
@@ -84,16 +87,11 @@ class Publisher:
         """Serves the members in `register`, whether or not they are there yet.
 
         Args:
-            config: deadlines.
-            register: nobody else changes it during an update.
-            plan: of what engines get: which tensors travel together, in which order.
-            device: where these tensors are.
             ranks: of the trainer; the others do what this publisher says.
-            link: to members on the trainer's own GPUs, if that is where they are.
-            gather: brings buckets of the plan here, which is quicker than to take tensors one by
-                one.
-            waits_for_loads: a publication ends when members have loaded their files, and not when
-                they have begun to.
+            link: to members on the trainer's own GPUs, if any.
+            gather: brings whole buckets here, which is faster than single tensors.
+            waits_for_loads: whether a publication ends when members have loaded their files, rather
+                than when they have begun to.
         """
         self._config, self._register = config, register
         self._notes = switches.Notes(register.paths)
@@ -114,34 +112,33 @@ class Publisher:
         check: bool = False,
         check_fenced: Callable[[], None] = lambda: None,
     ) -> Published:
-        """Brings every healthy member that takes weights in one way to `version`.
+        """Brings every healthy member of one way to `version`.
 
-        If there are members of several ways, it is to be called `again`, for the next of them.
+        If there are members of several ways, the result says `again`: call it for the next way.
 
         Args:
-            version: of the policy.
-            tensors: all of its weights, which nobody has begun to take.
+            tensors: all of its weights, not started yet.
             check: compares afterwards what members hold with what was sent.
-            check_fenced: raises if another trainer took over; asked before members are changed and
-                before it is published what they hold.
+            check_fenced: raises if another trainer took over. Called before members are changed,
+                and before the roster is published.
 
         Raises:
             FencedError: another trainer took over.
             SnapshotError: engines take files only, and none could be written for `timeout_s`.
         """
         register, timers, start = self._register, Timers(), time.perf_counter()
+        register.tell_torn(check_fenced)
         register.version = version
         self._loads.expire()
         live = self._candidates()
         way = next(iter(self._open(live)), None)
         engines = {m: r for m, r in live.items() if self._way_of(m) == way}
         outgoing = self._outgoing(way, engines, tensors, check=check)
-        done, delivery, error = dict[Member, EngineControl](), None, ""
+        done, delivery, error = Engines(), None, ""
         try:
             if way:
-                done, delivery = self._sync(
-                    way, engines, outgoing, timers, check_fenced, check=check
-                )
+                update = Update(version, outgoing, timers, check)
+                done, delivery = self._sync(way, engines, update, check_fenced)
             else:
                 self._ranks.tell(Rest())
         except SnapshotError as problem:
@@ -165,7 +162,7 @@ class Publisher:
             sorted(fenced),
             again=bool(self._open(live)),
             num_bytes=outgoing.num_bytes,
-            pause_seconds=_paused(timers),
+            pause_seconds=_measure_pause(timers),
             seconds={"total": end - start} | _plain(timers),
             verified=verified,
             transport=way,
@@ -175,29 +172,29 @@ class Publisher:
         )
 
     def has_newcomers(self, *, every_s: float = 1.0) -> bool:
-        """Whether an engine is there that does not hold the current version.
+        """Whether an engine is there that does not hold the current version. Cheap.
 
-        Without asking, a restarted engine would wait for the next version, and the trainer for the
-        batch that only this engine can sample. Cheap enough to be called often.
+        Without this, a restarted engine would wait for the next version, and the trainer for the
+        batch that only this engine can sample.
         """
         register = self._register
         if register.version < 0 or time.monotonic() < self._next_look:
             return False
         self._next_look = time.monotonic() + every_s
         self._loads.expire()
-        if not any(map(self._lacks, register.known())):
+        if not any(map(self._lacks, register.list_healthy())):
             return False
         return bool(self._open(self._candidates()))
 
-    def ended_loads(self) -> list[Loaded]:
-        """Returns the loads of earlier publications that ended since it was last asked."""
-        return self._loads.ended()
+    def take_ended_loads(self) -> list[Loaded]:
+        """Returns the loads of earlier publications that ended since the last call."""
+        return self._loads.take_ended()
 
     def wait_for_loads(self) -> bool:
-        """Returns when no member loads any more.
+        """Waits until no member is loading.
 
         Returns:
-            Whether some do not hold the version, and have to be given it in a further publication.
+            Whether some members still need the version, in a further publication.
         """
         return self._loads.wait() and bool(self._open(self._candidates()))
 
@@ -241,7 +238,7 @@ class Publisher:
         config, paths, threads = self._config, self._register.paths, self._threads
         if way == "files":
             loads = None if self._waits_for_loads else self._loads
-            return FileTransport(config, threads, self._ranks, loads)
+            return FileTransport(config, threads, self._ranks, self._notes, loads)
         if way == "lanes":
             assert self._link
             return LaneTransport(self._link, threads, self._ranks)
@@ -249,13 +246,13 @@ class Publisher:
         return CollectiveTransport(config, paths, threads, self._ranks, self._buffers.plan, backend)
 
     def _open(self, live: Iterable[Member]) -> list[Way]:
-        """Ways in which somebody is still to be given the version, the quickest first."""
+        """Returns the ways that still have members to serve, fastest first."""
         wanted = {self._way_of(member) for member in live if self._lacks(member)}
         now = time.monotonic()
         return [way for way in WAYS if way in wanted and now >= self._not_before.get(way, now)]
 
     def _suspend(self, way: Way, problem: SnapshotError) -> str:
-        """Lets a way be for a while; engines that take no other keep what they have.
+        """Leaves a way unused for a while; engines that take no other keep their weights.
 
         Raises:
             SnapshotError: it has failed for long, and no engine is left to sample.
@@ -270,26 +267,24 @@ class Publisher:
         return str(problem)
 
     def _lacks(self, member: Member) -> bool:
-        """Whether it is to be given the version, and does not get it already."""
+        """Whether it needs the version and is not getting it already."""
         # In this order: what the register says is true as soon as it does not load any more.
         return not self._loads.has(member) and not self._register.is_current(member)
 
-    def _candidates(self) -> dict[Member, EngineControl]:
-        """Returns the members that could be given the version now."""
-        return self._due(self._register.live(self._threads, without=self._loads.has))
+    def _candidates(self) -> Engines:
+        """Returns the members that answer, do not load, and are not ahead of this trainer.
 
-    def _due(self, live: dict[Member, EngineControl]) -> dict[Member, EngineControl]:
-        """Returns the members that are not ahead of this trainer.
-
-        After a restart from a checkpoint engines hold a policy that this trainer has yet to make
+        After a restart from a checkpoint, engines hold a policy that this trainer has yet to make
         again. Going back would give their running requests older tokens than `max_staleness`
-        allows, so they stay where they are until the trainer has caught up. Not so if the trainer
-        before died while it updated them.
+        allows, so they wait until the trainer has caught up. Members that the previous trainer was
+        updating when it died are fenced, see `EngineRegistry`. So the version of an engine never
+        falls between its start and its end.
         """
+        live = self._register.live(self._threads, without=self._loads.has)
         return {m: r for m, r in live.items() if self._is_due(m, r)}
 
-    def _is_due(self, member: Member, receiver: EngineControl) -> bool:
-        if self._register.is_torn(member) or self._register.state(member):
+    def _is_due(self, member: Member, receiver: EngineClient) -> bool:
+        if self._register.state(member):
             return True
         try:
             return receiver.version() <= self._register.version
@@ -299,16 +294,13 @@ class Publisher:
     def _sync(
         self,
         way: Way,
-        engines: dict[Member, EngineControl],
-        outgoing: Outgoing,
-        timers: Timers,
+        engines: Engines,
+        update: Update,
         check_fenced: Callable[[], None],
-        *,
-        check: bool,
-    ) -> tuple[dict[Member, EngineControl], Delivery]:
-        """Returns the members that hold the version now and go on, and how it got there."""
-        transport, register = self._transport(way), self._register
-        transport.stage(register.version, outgoing, timers)
+    ) -> tuple[Engines, Delivery]:
+        """Returns the members that hold the version and have resumed, and its transport."""
+        transport, register, timers = self._transport(way), self._register, update.timers
+        transport.stage(update)
         self._failing_since.pop(way, None)
         if way == "files":  # each for itself, so those that have it are left alone
             engines = {m: r for m, r in engines.items() if self._lacks(m)}
@@ -316,11 +308,11 @@ class Publisher:
             register.note(member, "SYNCING")
         check_fenced()
         register.write()
-        delivery = Delivery({}, {}, {}, Sent([], ""))
+        delivery = Delivery()
         # Where each goes on by itself it needs all of its memory before.
         first = MEMORY if way == "files" else MEMORY[:1]
         if awake := self._with_memory(first, engines, timers):
-            delivery = transport.deliver(awake, register.version, outgoing, timers, check=check)
+            delivery = transport.deliver(awake, update)
         done, silent = self._with_memory(MEMORY, delivery.taken, timers), dict[Member, str]()
         if not delivery.resumed:
             with timers("resume"):
@@ -331,12 +323,13 @@ class Publisher:
             register.fence(member, reason)
         for member in done:
             register.note(member, "ACTIVE")
-        self._note_switches(done, delivery.receipts)
+        if not delivery.resumed:
+            self._note_switches(done, delivery.receipts)
         check_fenced()
         register.write()  # those that are to be given it again stay SYNCING until then
         return done, delivery
 
-    def _note_switches(self, done: Iterable[Member], receipts: dict[Member, list[Receipt]]) -> None:
+    def _note_switches(self, done: Iterable[Member], receipts: Receipts) -> None:
         version = self._register.version
         notes = [
             self._threads.submit(self._notes.note, member, version, receipts.get(member, ()))
@@ -346,47 +339,37 @@ class Publisher:
         for note in notes:
             note.result()
 
-    def _with_memory(
-        self, tags: Sequence[str], engines: dict[Member, EngineControl], timers: Timers
-    ) -> dict[Member, EngineControl]:
-        """Gives members that released memory theirs back; fences who does not take it."""
+    def _with_memory(self, tags: Sequence[str], engines: Engines, timers: Timers) -> Engines:
+        """Has members take released memory back; fences those that fail."""
         for tag in tags:
             asleep = {m: r for m, r in engines.items() if self._register.lacks(m, tag)}
-            failed = self._resume_memory(tag, asleep, timers) if asleep else {}
+            if not asleep:
+                continue
+            resume = methodcaller("resume_memory", [tag])
+            with timers(f"wake_{tag}"):
+                woken, failed = each(self._threads, asleep, resume, self._config.timeout_s)
+            for member in woken:
+                self._register.note_back(member, tag)
+            for member, reason in failed.items():
+                self._register.fence(member, reason)
             engines = {m: r for m, r in engines.items() if m not in failed}
         return engines
-
-    def _resume_memory(
-        self, tag: str, asleep: dict[Member, EngineControl], timers: Timers
-    ) -> dict[Member, str]:
-        with timers(f"wake_{tag}"):
-            woken, failed = each(
-                self._threads,
-                asleep,
-                lambda engine: engine.resume_memory([tag]),
-                self._config.timeout_s,
-            )
-        for member in woken:
-            self._register.note_back(member, tag)
-        for member, reason in failed.items():
-            self._register.fence(member, reason)
-        return failed
 
 
 def _plain(timers: Timers) -> dict[str, float]:
     return {name.removeprefix("time/"): seconds for name, seconds in timers.seconds.items()}
 
 
-def _add_times(timers: Timers, receipts: dict[Member, list[Receipt]]) -> None:
-    """Notes the times of the slowest rank of an engine."""
+def _add_times(timers: Timers, receipts: Receipts) -> None:
+    """Adds the times of the slowest rank of any engine."""
     ranks = [rank for ranks in receipts.values() for rank in ranks]
     for name, field in (("idle", "idle"), ("received", "wire"), ("load", "load")):
         spent = max((getattr(rank, f"{field}_seconds") for rank in ranks), default=0.0)
         timers.seconds.setdefault(f"time/{name}", spent)
 
 
-def _paused(timers: Timers) -> float:
-    """Returns how long engines stood still: loading is part of the wire, where there is one."""
+def _measure_pause(timers: Timers) -> float:
+    """Returns how long engines were paused; loading is part of `wire` if there is one."""
     spent = _plain(timers)
     parts = ("pause", "prepare", "wire" if "wire" in spent else "load", "resume")
     return sum(spent.get(part, 0.0) for part in parts)

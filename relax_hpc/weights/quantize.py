@@ -1,4 +1,4 @@
-"""FP8 with a scale per block of 128 x 128: what engines hold, made before it is sent.
+"""Quantises weights to FP8, with a scale per block of 128 x 128, before they are sent.
 
 A weight w of [n, k] becomes q of [n, k] in float8_e4m3fn and `scale_inv` of [n / 128, k / 128],
 rounded up, in float32, so that w is about q times its block's scale_inv. Names and layout are those
@@ -11,23 +11,23 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from relax_hpc.comm.bucket import BucketPlan, Spec, views
 from relax_hpc.config.rollout import FP8_BLOCK, TOWERS, WeightsConfig
+from relax_hpc.runtime.comm.bucket import BucketPlan, Spec, views
 from relax_hpc.weights.staging import Gather
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _LINEAR, _SCALE = "_proj.weight", "_scale_inv"
 _CHUNK = 1 << 26
-"""Elements that are computed with at a time, in float32."""
+"""Elements converted to float32 at a time."""
 
 
 def quantize(weights: Tensor) -> tuple[Tensor, Tensor]:
     """[..., n, k] of any type -> ([..., n, k] float8_e4m3fn, [..., n / 128, k / 128] float32).
 
-    A block's scale is its largest magnitude over 448, the largest number of the type; 1 where all
-    is zero. An element is wrong by at most 1/16 of itself, or the scale over 1024 if that is more
-    (half of the type's smallest step). What is not finite makes its block NaN.
+    A block's scale is its largest magnitude over 448, the largest number of the type; 1 if the
+    block is all zero. The error of an element is at most 1/16 of it, or scale / 1024 if that is
+    more (half of the type's smallest step). A value that is not finite makes its block NaN.
     """
     *batch, n, k = weights.shape
     rows, columns = -(-n // FP8_BLOCK), -(-k // FP8_BLOCK)
@@ -45,7 +45,7 @@ def quantize(weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Quantizer:
-    """The quantisation of a model: of tensors one by one, of a stream, and of buckets."""
+    """Quantises a model's weights: single tensors, a stream, or buckets."""
 
     def __init__(self, config: WeightsConfig) -> None:
         self._kept = [*config.modules_to_not_convert, *TOWERS]
@@ -57,26 +57,24 @@ class Quantizer:
         return None if config.quantize == "none" else cls(config)
 
     def applies_to(self, spec: Spec) -> bool:
-        """Whether it is a linear layer's; embeddings, output matrix, norms, routers and towers are
-        not.
-        """
+        """Whether it is a weight of a linear layer; embeddings, output matrix, norms, routers and
+        encoders are not."""
         module = spec.name.removesuffix(".weight")
         kept = any(f".{name.strip('.')}." in f".{module}." for name in self._kept)
         return spec.name.endswith(_LINEAR) and len(spec.shape) == 2 and not kept
 
     def specs(self, specs: Iterable[Spec]) -> list[Spec]:
-        """Returns the specs of the stream that `tensors` makes."""
-        return [made for spec in specs for made in self._made_of(spec)]
+        return [made for spec in specs for made in self._list_made(spec)]
 
     @torch.no_grad()
     def tensors(
         self, stream: Iterator[tuple[str, Tensor]], only: Collection[str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the stream, with weights quantised, each before its scale.
+        """Yields the stream, each quantised weight before its scale.
 
         Args:
-            stream: taken to the end.
-            only: names of the result; what they do not need is left out.
+            stream: drained.
+            only: names to keep in the result; tensors not needed for them are left out.
         """
         for name, tensor in stream:
             if name not in only and name + _SCALE not in only:
@@ -89,7 +87,7 @@ class Quantizer:
             yield name + _SCALE, scales
 
     def plan(self, plan: BucketPlan) -> BucketPlan:
-        """Returns the quantised buckets; the widest types come first, so that all are aligned."""
+        """Returns the quantised buckets; the widest types come first, for alignment."""
         buckets = [self.specs(bucket) for bucket in plan.buckets]
         return BucketPlan(
             tuple(
@@ -101,7 +99,7 @@ class Quantizer:
     def fill(
         self, flat: Tensor, bucket: Sequence[Spec], source: Tensor, source_bucket: Sequence[Spec]
     ) -> None:
-        """Makes a bucket of `plan`, with bytes `flat`, from the one that it is made of."""
+        """Fills `flat`, the bytes of a bucket of `plan`, from its source bucket."""
         places = {s.name: v for s, v in zip(bucket, views(flat, bucket), strict=True)}
         kept, by_shape = list[Spec](), dict[tuple[int, ...], list[Spec]]()
         given = {}
@@ -118,7 +116,7 @@ class Quantizer:
                 _copy(bits, list(quantized.view(torch.uint8)))
                 _copy([places[spec.name + _SCALE] for spec in some], list(scales))
 
-    def _made_of(self, spec: Spec) -> list[Spec]:
+    def _list_made(self, spec: Spec) -> list[Spec]:
         if not self.applies_to(spec):
             return [spec]
         scales = tuple(-(-size // FP8_BLOCK) for size in spec.shape)
@@ -129,15 +127,13 @@ class Quantizer:
 
 
 class QuantizedGather:
-    """A gather of weights that are quantised where they were brought together."""
+    """Gathers weights and quantises them where they arrive."""
 
     def __init__(self, gather: Gather, plan: BucketPlan, quantizer: Quantizer) -> None:
-        """The ranks that fill buckets make one; the others give as they do to `gather`.
+        """Made by the ranks that fill buckets; the others give to `gather` as before.
 
         Args:
-            gather: of buckets of `plan`.
             plan: of weights as the trainer has them.
-            quantizer: whose `plan(plan)` the filled buckets are of.
         """
         self._gather, self._source, self._quantizer = gather, plan, quantizer
         self._plan = quantizer.plan(plan)
@@ -150,7 +146,6 @@ class QuantizedGather:
         self._gather.give(skipped)
 
     def fill(self, index: int, flat: Tensor) -> None:
-        """Gathers bucket `index`, and quantises it into `flat`."""
         if self._scratch is None:
             size = max(self._source.sizes)
             self._scratch = torch.empty(size, dtype=torch.uint8, device=flat.device)
@@ -160,13 +155,13 @@ class QuantizedGather:
         self._quantizer.fill(flat, buckets[0], source, buckets[1])
 
 
-def gathered(
+def gather(
     config: WeightsConfig, specs: Iterable[Spec], gather: Gather
 ) -> tuple[BucketPlan, Gather]:
-    """Returns the buckets that engines get and what fills them: quantised, if they are to be.
+    """Returns the buckets for engines and the gather that fills them, quantised if configured.
 
     Args:
-        config: says so, and how large buckets are.
+        config: whether to quantise, and the size of buckets.
         specs: of the weights as the trainer has them, in the order of the model.
         gather: of buckets of at most `config.bucket_bytes`; this rank's end of it.
     """

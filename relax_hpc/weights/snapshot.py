@@ -1,7 +1,7 @@
-"""Snapshots: the weights of a version as a Hugging Face folder that engines load.
+"""Writes snapshots: the weights of a version as a Hugging Face folder.
 
 All ranks of the trainer write, each its share. A folder gets its name by a rename once it is
-complete, and is never changed afterwards.
+complete, and never changes afterwards. `files` has engines load them.
 """
 
 import time
@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from relax_hpc.comm.bucket import Spec
-from relax_hpc.comm.world import World
-from relax_hpc.errors import SnapshotError
-from relax_hpc.models import hf_folder
-from relax_hpc.models.weight_files import (
+from relax_hpc.errors import SnapshotError, without_number
+from relax_hpc.runtime.comm.bucket import Spec
+from relax_hpc.runtime.comm.world import World
+from relax_hpc.runtime.files.storage import delete_folder, patiently
+from relax_hpc.trainer.models import hf_folder
+from relax_hpc.trainer.models.weight_files import (
     FILE_BYTES,
     MANIFEST,
     FileRecord,
@@ -26,14 +27,13 @@ from relax_hpc.models.weight_files import (
     Manifest,
     plan_files,
 )
-from relax_hpc.storage import delete_folder, patiently
 from relax_hpc.weights.quantize import Quantizer
 
 _KEPT = 2
 _TORN = ".tmp"
 _RECEIPT = ".receipt"
 _READ_S = 3600.0
-"""Age of a receipt that nobody will read any more: an engine may be loading beside the trainer."""
+"""Age after which nobody reads a receipt: an engine may be loading while the trainer trains."""
 
 
 class Snapshot(NamedTuple):
@@ -48,10 +48,7 @@ class Snapshot(NamedTuple):
 
 
 class SnapshotWriter:
-    """A rank's part in writing snapshots; rank 0 begins and ends each.
-
-    `begin` on rank 0, `write` on all, `finish` on rank 0.
-    """
+    """A rank's part in writing snapshots: `begin` on rank 0, `write` on all, `finish` on rank 0."""
 
     def __init__(
         self,
@@ -63,15 +60,14 @@ class SnapshotWriter:
         quantizer: Quantizer | None = None,
         file_bytes: int = FILE_BYTES,
     ) -> None:
-        """Touches nothing yet.
+        """Touches no file yet.
 
         Args:
             root: of all snapshots of the run; only the trainer writes there.
-            specs: of all tensors that `write` will be given, in their order.
-            world: all ranks of the trainer.
-            model_folder: lends config.json, the tokenizer and what else is small.
-            quantizer: makes of these tensors what is written.
-            file_bytes: of a file at most; a larger tensor is alone.
+            specs: of all tensors that `write` gets, in their order.
+            model_folder: source of config.json, the tokenizer and other small files.
+            quantizer: applied to the tensors before they are written.
+            file_bytes: of a file at most; a larger tensor gets a file of its own.
         """
         self._root, self._world, self._model_folder = root, world, model_folder
         self._quantizer, specs = quantizer, list(specs)
@@ -81,18 +77,14 @@ class SnapshotWriter:
         self._own = [file for file in self._files if file.writer == world.rank]
 
     def begin(self, version: int, *, in_use: Collection[Path]) -> str:
-        """Makes room, and a folder that nobody looks at yet.
-
-        Args:
-            version: of the policy.
-            in_use: snapshots that engines are loading.
+        """Deletes old snapshots and makes a hidden folder.
 
         Returns:
-            The name of the folder-to-be, never used before: one that was restarted makes a version
-            again, while engines may still read what it made the first time.
+            The final name of the folder, never used before: a restarted trainer makes a version
+            again while engines may still read its first snapshot.
 
         Raises:
-            SnapshotError: that cannot be written.
+            SnapshotError: the folder cannot be written.
         """
         name = f"v{version:06d}-{uuid.uuid4().hex[:8]}"
         draft = self._draft(name)
@@ -110,14 +102,14 @@ class SnapshotWriter:
             patiently(draft, make)
         except OSError as error:
             delete_folder(draft)
-            raise self._error(version, [str(error)]) from error
+            raise self._error(version, [without_number(error)]) from error
         return name
 
     def write(self, name: str, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, FileRecord]:
-        """Writes this rank's share; collective, over the tensors and the ranks that write.
+        """Writes this rank's share. Collective over the tensors and over the writing ranks.
 
         Raises:
-            SnapshotError: on all ranks, if one of them could not.
+            SnapshotError: on all ranks, if any of them failed.
         """
         records, problem = dict[str, FileRecord](), ""
         if self._quantizer:
@@ -126,17 +118,17 @@ class SnapshotWriter:
         try:
             records = FileWriter(self._draft(name), self._own).write(tensors)
         except OSError as error:
-            problem = f"rank {self._world.rank}: {error}"
+            problem = f"rank {self._world.rank}: {without_number(error)}"
         outcomes = self._world.allgather((records, problem))
         if problems := [problem for _, problem in outcomes if problem]:
             raise self._error(int(name[1:7]), problems)
         return {file: record for records, _ in outcomes for file, record in records.items()}
 
     def finish(self, name: str, records: dict[str, FileRecord]) -> Snapshot:
-        """Makes the folder visible, after all ranks have written.
+        """Publishes the folder, after all ranks have written.
 
         Raises:
-            SnapshotError: the last of it cannot be written.
+            SnapshotError: the last files cannot be written.
         """
         draft, folder = self._draft(name), self._root / name
         manifest = Manifest(int(name[1:7]), records)
@@ -152,18 +144,16 @@ class SnapshotWriter:
         try:
             patiently(folder, publish)
         except OSError as error:
-            raise self._error(manifest.version, [str(error)]) from error
+            raise self._error(manifest.version, [without_number(error)]) from error
         return Snapshot(folder, manifest)
 
     def discard(self, name: str) -> None:
-        """Removes what could not be finished."""
         delete_folder(self._draft(name))
 
     def _draft(self, name: str) -> Path:
         return self._root / f".{name}{_TORN}"
 
     def _clean_up(self, in_use: Collection[Path]) -> None:
-        """Deletes snapshots that are too old, and what a killed trainer left half-written."""
         if not self._root.is_dir():
             return
         found = list(self._root.iterdir())
@@ -183,8 +173,8 @@ class SnapshotWriter:
 
 
 def _written_at(folder: Path) -> int:
-    """When a snapshot was complete, ns; 0 of what is left of one that was half deleted, by a
-    trainer that was killed, or while an engine held files of it open."""
+    """Returns when a snapshot was complete, in ns; 0 if it is half deleted, by a trainer that was
+    killed or while an engine held its files open."""
     manifest = folder / MANIFEST
     try:
         return patiently(manifest, manifest.stat).st_mtime_ns

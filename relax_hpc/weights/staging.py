@@ -1,4 +1,4 @@
-"""Weights on their way out: flat buckets that are filled ahead of the wire.
+"""Fills flat buckets with weights, ahead of sending them.
 
 There are a few buffers, whatever the size of the model. While one is sent, the next is filled.
 """
@@ -10,24 +10,31 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from relax_hpc.comm.bucket import BucketPlan, Digest, Spec, fingerprint, views
-from relax_hpc.comm.shared_memory import SharedMemory, allocate
-from relax_hpc.comm.streams import mark, new_stream
-from relax_hpc.comm.wire import Sending, Wire
+from relax_hpc.runtime.comm.bucket import (
+    BucketPlan,
+    Digest,
+    Sending,
+    Spec,
+    Wire,
+    fingerprint,
+    views,
+)
+from relax_hpc.runtime.comm.lanes import SharedMemory, allocate
+from relax_hpc.runtime.devices import mark, new_stream
 
 Wait = Callable[[Sending], None]
 
 
 def in_order(sending: Sending) -> None:
-    """Has what comes next come after it, as the wire knows how to."""
+    """Orders the next operation after `sending`, in the way the wire has for it."""
     sending.order_after()
 
 
 class Gather(Protocol):
-    """Brings weights together on rank 0; every rank of the trainer has its end of it."""
+    """Gathers weights on rank 0; every rank of the trainer has its end of it."""
 
     def begin(self) -> None:
-        """Call it before every version."""
+        """Starts a version; call it before every one."""
         ...
 
     def fill(self, index: int, flat: Tensor) -> None:
@@ -35,32 +42,23 @@ class Gather(Protocol):
         ...
 
     def give(self, skipped: Collection[int] = ()) -> None:
-        """The others: sends what rank 0 lacks of all buckets that are not skipped."""
+        """Other ranks: send the parts that rank 0 lacks of all buckets not skipped."""
         ...
 
 
-class Giver:
-    """The part of a rank other than 0 in a publication whose weights are gathered."""
-
-    def __init__(self, gather: Gather) -> None:
-        self._gather = gather
-
-    def publish(
-        self,
-        version: int,
-        tensors: Iterator[tuple[str, Tensor]],
-        skipped: Collection[int] = (),
-    ) -> None:
-        """Leaves the tensors alone: nobody else takes any."""
-        self._gather.begin()
-        self._gather.give(skipped)
+def give_gathered(
+    gather: Gather, tensors: Iterator[tuple[str, Tensor]], skipped: Collection[int] = ()
+) -> None:
+    """Takes the part of a rank other than 0; leaves the tensors unread, as no other rank reads
+    any."""
+    gather.begin()
+    gather.give(skipped)
 
 
 class Buffers:
-    """Memory for buckets of a plan, kept from update to update."""
+    """Memory for buckets of a plan, kept between updates."""
 
     def __init__(self, plan: BucketPlan, device: torch.device, *, count: int) -> None:
-        """Makes the memory when it is needed first."""
         self.plan, self.device = plan, device
         self._count = min(count, len(plan.buckets))
 
@@ -71,8 +69,8 @@ class Buffers:
         """[size] uint8, for bucket `index`."""
         return self._flat[index % self._count][: self.plan.sizes[index]]
 
-    def shared(self) -> list[SharedMemory]:
-        """Memory that other processes can map, from here on; to be called before it is used."""
+    def share(self) -> list[SharedMemory]:
+        """Makes the memory mappable by other processes; call it before first use."""
         assert "_flat" not in vars(self)
         shared = [allocate(max(self.plan.sizes), self.device) for _ in range(self._count)]
         self._flat = [each.tensor for each in shared]
@@ -99,12 +97,9 @@ class Outgoing:
         """Takes nothing from `tensors` yet.
 
         Args:
-            buffers: nothing else may use them meanwhile.
-            tensors: in the order of the plan; taken to the end, one way or the other.
-            gather: what brings buckets of them here; the tensors are left alone then.
-            digest: makes a digest of all tensors, too, which reads them on the host.
-            fingerprints: makes one of every bucket.
-            skipped: buckets that nobody is to be sent.
+            tensors: in the order of the plan; unread with a `gather`, else drained in any case.
+            gather: fills buckets in place of `tensors`.
+            digest: also makes a digest of all tensors, which reads them on the host.
         """
         self.skipped = tuple(skipped)
         self._buffers, self._tensors, self._gather = buffers, tensors, gather
@@ -116,7 +111,7 @@ class Outgoing:
         self._filled, self._taken = 0, 0
         self._transfers = list[Sending]()
         self._users = dict[int, int]()
-        """Buffer -> which of what comes was put there last."""
+        """Buffer -> index of the bucket it last held."""
         # Else the wire would wait for the bucket that is filled ahead of it.
         self._stream = new_stream(buffers.device)
         self._is_full = list[torch.cuda.Event]()
@@ -127,12 +122,10 @@ class Outgoing:
 
     @property
     def buckets(self) -> list[tuple[Spec, ...]]:
-        """The buckets that are sent."""
         return [self.plan.buckets[index] for index in self._coming]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of these buckets."""
         return sum(self.plan.sizes[index] for index in self._coming)
 
     def prefetch(self) -> None:
@@ -143,12 +136,11 @@ class Outgoing:
             torch.cuda.current_stream().synchronize()
 
     def send(self, wire: Wire, wait: Wait = in_order) -> Iterator[Sending]:
-        """Sends bucket after bucket, each beginning when it is asked for.
+        """Sends bucket after bucket; each starts when the iterator advances.
 
         Args:
-            wire: where to.
-            wait: blocks until a bucket has left, where the next in its buffer is read back at once:
-                nothing else on the host may wait for a peer, who may be dead.
+            wait: blocks until a bucket has left, if the next one in its buffer is read back at
+                once. Nothing else on the host may wait for a peer, which may be dead.
         """
         for number, index in enumerate(self._coming):
             if number == self._filled:
@@ -165,16 +157,16 @@ class Outgoing:
                 self._fill(wait)
 
     def warm_up(self, wire: Wire, wait: Wait = in_order) -> Iterator[Sending]:
-        """Sends as much as the first buffer holds, whatever it is, for the sake of the wire."""
+        """Sends the first buffer's size in arbitrary bytes, to set up the wire."""
         yield wire.start(self._buffers.of(0))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors themselves, if nothing was sent or filled yet."""
+        """Returns the tensors themselves, if nothing was sent or filled yet."""
         assert not self._filled
         return self._digest.of_all(self._tensors) if self._digest else self._tensors
 
     def drain(self) -> None:
-        """Takes what is left of them: the other ranks are bringing it here."""
+        """Drains the remaining tensors, since the other ranks send them."""
         if self._gather:
             for index in self._coming[self._filled :]:
                 self._gather.fill(index, self._buffers.of(index))
@@ -184,12 +176,11 @@ class Outgoing:
 
     @property
     def by_name(self) -> str:
-        """Digest of all tensors by name; empty if none was asked for."""
         return self._digest.hexdigest() if self._digest else ""
 
     @property
     def fingerprints(self) -> list[int]:
-        """Fingerprints of the buckets, in order; empty if none were asked for."""
+        """Returns the fingerprints of the buckets, in order; empty if not requested."""
         return self._fingerprints or []
 
     def _fill(self, wait: Wait = in_order) -> None:
@@ -216,21 +207,20 @@ class Outgoing:
 
     @property
     def _reads_back(self) -> bool:
-        """Whether the host waits for what was put in a buffer."""
         return self._digest is not None or self._fingerprints is not None
 
     def _buffer_of_next(self) -> int:
         return self._coming[self._filled] % len(self._buffers)
 
     def _next(self, index: int) -> list[Tensor]:
-        """Takes the tensors of a bucket from the stream, and those before it."""
+        """Takes a bucket's tensors from the stream, skipping those before it."""
         found = list[Tensor]()
         for bucket in self.plan.buckets[self._taken : index + 1]:
-            found = [self._taken_as(spec) for spec in bucket]
+            found = [self._take_as(spec) for spec in bucket]
         self._taken = index + 1
         return found
 
-    def _taken_as(self, spec: Spec) -> Tensor:
+    def _take_as(self, spec: Spec) -> Tensor:
         name, tensor = next(self._tensors)
         assert (name, tensor.dtype, tuple(tensor.shape)) == spec[:3], f"{name} is not {spec}"
         return tensor

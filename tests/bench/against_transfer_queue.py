@@ -23,11 +23,10 @@ import psutil
 from ray_worker import Worker
 from rich.console import Console
 
-from relax_hpc.bench import report
-from relax_hpc.bench.bus import in_turns_order, places
-from relax_hpc.bench.report import Row, compared
-from relax_hpc.bench.workload import GROUPS, Kind
-from relax_hpc.paths import BusPaths
+from relax_hpc.cli.bench import report
+from relax_hpc.cli.bench.bus import GROUPS, Kind, in_turns_order, places
+from relax_hpc.cli.bench.report import ReportRow, compare
+from relax_hpc.runtime.paths import BusPaths
 
 NEEDED = ("transfer_queue", "ray", "tensordict", "omegaconf")
 QUEUE = "TransferQueue"
@@ -54,7 +53,7 @@ def missing() -> str:
     return f"{', '.join(lacking)} not installed ({wanted})" if lacking else ""
 
 
-def measure(folder: Path | None, repeats: int) -> Iterator[Row]:
+def measure(folder: Path | None, repeats: int) -> Iterator[ReportRow]:
     """Rows as they come; none where TransferQueue is not installed."""
     if missing():
         return
@@ -197,7 +196,9 @@ def _note(seconds: Seconds, put: float, one: float, two: float) -> None:
         seconds.setdefault(name, []).append(value)
 
 
-def _compare(cluster: _Cluster, kind: Kind, folder: Path | None, repeats: int) -> Iterator[Row]:
+def _compare(
+    cluster: _Cluster, kind: Kind, folder: Path | None, repeats: int
+) -> Iterator[ReportRow]:
     size, rows = cluster.get(cluster.producer.load.remote(kind))
     queue = _Queue(cluster, kind, rows)
     sides: dict[str, _Side] = {QUEUE: queue}
@@ -216,10 +217,10 @@ def _compare(cluster: _Cluster, kind: Kind, folder: Path | None, repeats: int) -
         for what, theirs in seconds[QUEUE].items():
             aim = AIMS.get((what, kind, place))
             name = f"{what}, {kind}, {place}"
-            yield compared(name, size, seconds[place][what], theirs, QUEUE, aim)
+            yield compare(name, size, seconds[place][what], theirs, QUEUE, aim)
         ours, other = (cpu[side] / size * 1e9 for side in (place, QUEUE))
         name = f"CPU time of a round trip, {kind}, {place}"
-        yield Row(name, ours, "s/GB", QUEUE, other, other / ours, CPU_AIMS[kind])
+        yield ReportRow(name, ours, "s/GB", QUEUE, other, other / ours, CPU_AIMS[kind])
 
 
 def _times(

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from relax_hpc.config.prompts import PromptsConfig
-from relax_hpc.prompts.records import Records
-from relax_hpc.prompts.source import PromptSource
+from relax_hpc.data.records import Records
+from relax_hpc.data.source import PromptSource
 
 
 class Bytes:
@@ -28,7 +28,7 @@ class Bytes:
 
 def memory(field):
     """A figure of this process in MB, as the kernel says."""
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(re.search(rf"^{field}:\s+(\d+)", status, re.MULTILINE)[1]) / 1024
 
 

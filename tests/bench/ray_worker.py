@@ -8,15 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from relax_hpc.bench.bus import NAME
-from relax_hpc.bench.workload import GROUPS, Kind, renumbered
 from relax_hpc.bus import layout
 from relax_hpc.bus.log import CommitRecord, LogTail, RecordKind
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.shards.encode import to_columns
-from relax_hpc.bus.shards.memory import Memory
-from relax_hpc.bus.shards.shard import Shard
-from relax_hpc.paths import BusPaths
+from relax_hpc.bus.shards.shard import Memory, Shard
+from relax_hpc.cli.bench.bus import (
+    GROUPS,
+    NAME,
+    Kind,
+    renumber,
+)
+from relax_hpc.runtime.paths import BusPaths
 from relax_hpc.schema import COLUMNS, OFFSETS, Columns
 
 FIELDS: dict[Kind, list[str]] = {
@@ -87,7 +90,7 @@ class Worker:
         self._producers[paths] = Producer(paths, NAME, {"run": "bench"}, spares=1)
 
     def bus_put(self, paths: BusPaths, *, clean: bool) -> float:
-        groups = renumbered(self._groups, self._next_guid)
+        groups = renumber(self._groups, self._next_guid)
         self._next_guid += len(groups)
         return _seconds(lambda: self._producers[paths].put(groups), clean=clean)
 

@@ -4,12 +4,18 @@ import numpy as np
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.producer import Producer
-from relax_hpc.bus.skips import Verdict
-from relax_hpc.paths import BusPaths
+from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.bus.skips import GroupVerdict
+from relax_hpc.runtime.paths import BusPaths
 from relax_hpc.schema import FinishReason, MediaKind, Medium, PromptGroup, Trajectory
 
 SIBLINGS = 2
 PRODUCERS = ["rollout-0", "rollout-1"]
+P = 4
+"""Prompt groups of a step."""
+TOKENS = 7 * SIBLINGS
+"""Tokens of a group."""
 
 
 def trajectory(guid, sibling, *, segment=0, version=0, prompt=3, response=4, reward=None):
@@ -57,14 +63,14 @@ def judge(index):
     """A group teaches if the rewards of its siblings differ; it is solved if all are 1."""
     rewards = index.rewards[index.segment == 0].reshape(-1, SIBLINGS)
     return [
-        Verdict(bool(group.min() < group.max()), bool(group.min() == 1), float(group.mean()))
+        GroupVerdict(bool(group.min() < group.max()), bool(group.min() == 1), float(group.mean()))
         for group in rewards
     ]
 
 
-def make_bus(root, producers=PRODUCERS):
+def make_bus(root, producers=PRODUCERS, writers=None):
     paths = BusPaths(root / "bus")
-    layout.create(paths, producers, {"run": "test"})
+    layout.create(paths, producers, {"run": "test"}, sidecar_writers=writers)
     return paths
 
 
@@ -74,6 +80,28 @@ def produce(paths, name, guids, *, per_shard=1, **kwargs):
         todo = [g for g in guids if g not in producer.committed]
         for lo in range(0, len(todo), per_shard):
             producer.put([group(g, **kwargs) for g in todo[lo : lo + per_shard]])
+
+
+def produce_all(paths, guids, **kwargs):
+    """The same by the owners of `guids`, or of so many."""
+    guids = range(guids) if isinstance(guids, int) else guids
+    for number, name in enumerate(PRODUCERS):
+        produce(paths, name, [guid for guid in guids if guid % 2 == number], **kwargs)
+
+
+def sequencer(paths, position=None, *, prompts_per_step=P, **kwargs):
+    return Sequencer(paths, prompts_per_step=prompts_per_step, position=position, **kwargs)
+
+
+def batch(seq, step):
+    """A whole batch of what is there."""
+    return whole_batch(seq, step, timeout_s=0)
+
+
+def rows_of(paths, *records):
+    """All trajectories of batches, as the actor reads them."""
+    reader = Reader(paths)
+    return [row for each in records for row in reader.rows(each, range(each.num_trajectories))]
 
 
 def whole_batch(sequencer, step, *, timeout_s, on_wait=None):

@@ -28,15 +28,14 @@ from bus_fixtures import PRODUCERS, group, whole_batch
 from relax_hpc.bus import layout
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import CreditTail
-from relax_hpc.bus.log import RECORD_BYTES, CommitRecord, RecordKind, read_log
-from relax_hpc.bus.log_writer import LogWriter
+from relax_hpc.bus.durable import GrowingFile
+from relax_hpc.bus.log import RECORD_BYTES, CommitRecord, LogWriter, RecordKind, read_log
 from relax_hpc.bus.plan import PlanPosition, read_chain
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
-from relax_hpc.bus.tail import GrowingFile
 from relax_hpc.errors import RelaxError
-from relax_hpc.paths import BusPaths
+from relax_hpc.runtime.paths import BusPaths
 
 P, TIMEOUT_S, NAMED = 4, 30, 3
 
@@ -161,6 +160,7 @@ def wait_for(file):
 
 def train(root, groups, checkpoint):
     """Trains on everything, a checkpoint after each step; prints the digests."""
+    checkpoint = Path(checkpoint)
     state = json.loads(checkpoint.read_text()) if checkpoint.exists() else [None, []]
     position = PlanPosition(*state[0]) if state[0] else None
     paths = BusPaths(root)
@@ -178,32 +178,33 @@ def train(root, groups, checkpoint):
     print(json.dumps(state[1]))
 
 
-def main(command, root, *words):
-    root = Path(root)
-    if command == "make":
-        make(root)
-    elif command == "produce":
-        produce(root, *words)
-    elif command in ("act", "plan", "append", "follow"):
-        {"act": act, "plan": plan, "append": append, "follow": follow}[command](root, *words)
-    elif command == "train":
-        train(root, words[0], Path(words[1]))
-    elif command == "read":
-        steps = read_chain(BusPaths(root)).steps
-        reader = Reader(BusPaths(root))
-        print(json.dumps([digest(reader.rows(r, range(r.num_trajectories))) for r in steps]))
-    elif command == "log":
-        records = read_log(BusPaths(root).log(words[0]))
-        print(json.dumps([record.guid_min for record in records if record.rows]))
-    else:
-        print(json.dumps(audit(BusPaths(root))._asdict()))
+def read(root):
+    reader = Reader(BusPaths(root))
+    steps = read_chain(BusPaths(root)).steps
+    print(json.dumps([digest(reader.rows(r, range(r.num_trajectories))) for r in steps]))
+
+
+def log(root, name):
+    records = read_log(BusPaths(root).log(name))
+    print(json.dumps([record.guid_min for record in records if record.rows]))
+
+
+def count(root):
+    print(json.dumps(audit(BusPaths(root))._asdict()))
+
+
+COMMANDS = {
+    "make": make, "produce": produce, "act": act, "plan": plan, "append": append,
+    "follow": follow, "train": train, "read": read, "log": log, "audit": count,
+}  # fmt: skip
 
 
 def run(*words):
     """Runs a command to its end and the process with it."""
     code = 1
     try:
-        main(*words)
+        command, root, *rest = words
+        COMMANDS[command](Path(root), *rest)
         code = 0
     except RelaxError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

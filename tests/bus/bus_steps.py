@@ -1,21 +1,16 @@
 """Buses whose first steps are planned, to look at with the tools."""
 
 import numpy as np
-from bus_fixtures import PRODUCERS, make_bus, produce, whole_batch
+from bus_fixtures import PRODUCERS, P, batch, make_bus, produce_all, sequencer
 
 from relax_hpc.bus.producer import Producer
-from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.sidecar import SidecarWriter
-
-P = 4
-"""Prompt groups of a step; a shard of the two producers holds two."""
 
 
 def bus_with_steps(root, *, num_guids=16, steps=3, release=0):
     """Shard k of producer r holds the guids 4k + r and 4k + r + 2: step k + 1 reads shards k."""
     paths = make_bus(root)
-    for r, name in enumerate(PRODUCERS):
-        produce(paths, name, range(r, num_guids, 2), per_shard=2)
+    produce_all(paths, num_guids, per_shard=2)
     plan(paths, steps, release=release)
     if release:
         for name in PRODUCERS:
@@ -27,13 +22,21 @@ def bus_with_steps(root, *, num_guids=16, steps=3, release=0):
 def plan(paths, steps, *, release=0, position=None):
     """One incarnation of the trainer; returns the positions after each step."""
     positions, records = {}, []
-    with Sequencer(paths, prompts_per_step=P, position=position) as sequencer:
+    with sequencer(paths, position) as seq:
         for step in range(1 + (position.step if position else 0), steps + 1):
-            records.append(whole_batch(sequencer, step, timeout_s=1))
-            positions[step] = sequencer.position
+            records.append(batch(seq, step))
+            positions[step] = seq.position
         if release:
-            sequencer.release(release)
+            seq.release(release)
     return positions, records
+
+
+def widened_bus(root, num_guids=12):
+    """The same shards, widened by a reference role; nothing is planned."""
+    paths = make_bus(root, writers={"reference-0": "reference"})
+    produce_all(paths, num_guids, per_shard=2)
+    widen(paths, 0)
+    return paths
 
 
 def widen(paths, value):

@@ -5,12 +5,13 @@ through it: half of a write is done, any other call is done and nothing after it
 to come back later as a zombie.
 """
 
-import _pyio
 import io
 import os
 import re
 import signal
 from pathlib import Path
+
+from deaths import WRITES, half_of, open_file, real_open
 
 from relax_hpc.bus import frames, log
 
@@ -19,8 +20,6 @@ CALLS = (
     "unlink", "ftruncate", "posix_fallocate",
 )  # fmt: skip
 SYNCS = ("fsync", "fdatasync")
-WRITES = ("pwrite", "pwritev", "write")
-
 
 _KINDS = [
     (re.compile(pattern), kind)
@@ -69,7 +68,7 @@ class Points:
         self._fate = fate
         for name in CALLS:
             setattr(os, name, self._wrapped(name, getattr(os, name)))
-        io.open = self._open_file
+        io.open = open_file
 
     def _wrapped(self, name, real):
         def call(*args, **kwargs):
@@ -122,25 +121,9 @@ class Points:
         if source.exists() and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             draft = target.with_name(f"{target.name}.{self._pid}")
-            with _real_open(source, "rb") as old, _real_open(draft, "wb") as kept:
+            with real_open(source, "rb") as old, real_open(draft, "wb") as kept:
                 kept.write(old.read())
             draft.rename(target)  # whole or not at all: this process may be killed
-
-    def _open_file(self, path, mode="r", *args, **kwargs):
-        """Files that are written through `os`, so that those calls count, too."""
-        if "r" in mode and "+" not in mode:
-            return _real_open(path, mode, *args, **kwargs)
-        return _pyio.open(os.fspath(path), mode, *args, **kwargs)
-
-
-_real_open = io.open
-
-
-def half_of(name, real, args):
-    buffers = args[1] if name == "pwritev" else [args[1]]
-    data = b"".join(bytes(buffer) for buffer in buffers)
-    half = data[: len(data) // 2]
-    real(args[0], [half] if name == "pwritev" else half, *args[2:])
 
 
 def content_of(kind, data):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from crash_points import Points
 from crash_roles import Incarnation, role_of
 
-import relax_hpc.bus.log_writer
+import relax_hpc.bus.log
 import relax_hpc.bus.sequencer
 from relax_hpc.errors import BusError
 
@@ -116,7 +116,7 @@ def live(world, fate, seed, stderr, turn, tell, halt):
     code = 1
     try:
         os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 2)
-        relax_hpc.bus.log_writer.BALLAST_BYTES = 16
+        relax_hpc.bus.log.BALLAST_BYTES = 16
         relax_hpc.bus.sequencer.SNAPSHOT_RECORDS = SNAPSHOT_RECORDS
         relax_hpc.bus.sequencer.POLL_S = 0
         points = Points(world.root, tell, halt)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from bus_fixtures import SIBLINGS, group, judge, with_media
+from bus_fixtures import PRODUCERS, TOKENS, P, group, judge, with_media
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.credits import Credit, CreditTail
@@ -25,14 +25,11 @@ from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.sidecar import SidecarWriter
 from relax_hpc.bus.staleness import mask_over_age
 from relax_hpc.errors import BusError, DamagedError
-from relax_hpc.paths import BusPaths
+from relax_hpc.runtime.paths import BusPaths
 
-PRODUCERS = ["rollout-0", "rollout-1"]
 WRITERS = {"reference-0": "reference", "reference-1": "reference"}
 TRAINER = "trainer"
-P, STEPS, MAX_STALENESS, TIMEOUT_S = 4, 4, 1, 120
-TOKENS = 7 * SIBLINGS
-"""Tokens of a group."""
+STEPS, MAX_STALENESS, TIMEOUT_S = 4, 1, 120
 POISON = {"version": 77, "response": 6}
 """A repetition; nobody may ever train on it."""
 

@@ -1,80 +1,92 @@
-"""64 ranks of a run, simulated in one process, for strace to watch: 32 engines, 32 trainer ranks.
+"""A bus whose shards live and go, phase by phase, for strace to watch.
 
-The trainer is DP 4 x TP 8; one rank of each replica reads. Prints what it did as JSON.
+python metadata_run.py ROOT SHARDS
 """
 
-import json
 import os
 import sys
 from pathlib import Path
 
-from bus_fixtures import group, whole_batch
+import numpy as np
+from bus_fixtures import group
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
-from relax_hpc.bus.shards.open_shards import OpenShards
-from relax_hpc.paths import BusPaths
-from relax_hpc.roles.dealing.micro_batches import plan_micro_batches
+from relax_hpc.bus.shards.shard import OpenShards
+from relax_hpc.bus.sidecar import SidecarWriter
+from relax_hpc.runtime.paths import BusPaths
 
-ENGINES, REPLICAS, PROMPTS = 32, 4, 256
-WARM, STEPS = 2, 4
-POLLS = 20
-"""Looks that every rank takes at its logs while nothing happens."""
+P = 8
+"""Prompt groups of a shard, which is also a step."""
+LOOKS = 20
 
 
-def main(root):
+def main(root, num_shards):
     paths = BusPaths(root)
-    names = [f"rollout-{rank}" for rank in range(ENGINES)]
-    layout.create(paths, names, {})
-    producers = [Producer(paths, name, {}) for name in names]
-    tails = [CreditTail(paths) for _ in names]
-    shards = OpenShards(paths)
-    sequencer = Sequencer(paths, prompts_per_step=PROMPTS, position=None, shards=shards)
-    readers = [Reader(paths, shards=shards if rank == 0 else None) for rank in range(REPLICAS)]
-    others = 0
-    for step in range(1, WARM + STEPS + 1):
-        if step == WARM + 1:
-            mark("begin")
-        for rank, producer in enumerate(producers):
-            guids = range((step - 1) * PROMPTS + rank, step * PROMPTS, ENGINES)
-            producer.put([group(guid, response=1 + guid * 37 % 400) for guid in guids])
-        record = whole_batch(sequencer, step, timeout_s=10)
-        index = readers[0].index(record)
-        lengths = (index.prompt_len + index.response_len).tolist()
-        parts = [part for part in record.parts for _ in range(part.lo, part.hi)]
-        numbers = {uuid: n for n, uuid in enumerate(dict.fromkeys(p.uuid for p in record.parts))}
-        plan = plan_micro_batches(
-            lengths,
-            num_ranks=REPLICAS,
-            budget=4096,
-            shards=[numbers[part.uuid] for part in parts],
-        )
-        for reader, micro_batches in zip(readers, plan, strict=True):
-            rows = sorted(row for rows in micro_batches for row in rows)
-            reader.rows(record, rows)
-            if step > WARM and reader is not readers[0]:
-                others += len({parts[row].uuid for row in rows})
+    layout.create(paths, ["rollout-0"], {}, sidecar_writers={"reference-0": "reference"})
+    producer, writer = Producer(paths, "rollout-0", {}), SidecarWriter(paths, "reference-0", {})
+    shards, credits = OpenShards(paths), CreditTail(paths)
+    sequencer = Sequencer(
+        paths, prompts_per_step=P, position=None, needs=["reference"], shards=shards
+    )
+    publish(producer, 1)  # what happens once happens here
+    widen(writer)
+    rank_0, other, records = Reader(paths, shards=shards), Reader(paths), []
+
+    def plan(step):
+        records.append(sequencer.next_portion(step, timeout_s=30))
+        rank_0.rows(records[-1], range(records[-1].num_trajectories))
+
+    plan(1)
+    credits.latest()
+    steps = range(2, num_shards + 2)
+    begin("publish")
+    for step in steps:
+        publish(producer, step)
+    begin("widen")
+    widen(writer)
+    begin("plan")
+    for step in steps:
+        plan(step)
+    begin("read")
+    for record in records[1:]:
+        other.rows(record, range(record.num_trajectories))
+    other.close()
+    begin("grant")
+    for step in steps:
         sequencer.advance(step=step, policy_version=step)
-        sequencer.release(step - 1)
-        for producer, tail in zip(producers, tails, strict=True):
-            producer.collect(tail.latest().retired_guid_below)
-    mark("end")
-    for _ in range(POLLS):
         sequencer.check_fenced()
-        sequencer._intake.poll(step)
-        for tail in tails:
-            tail.latest()
-    mark("idle")
-    shards_written = ENGINES * STEPS
-    print(json.dumps({"steps": STEPS, "shards": shards_written, "opens_by_others": others}))
+    begin("look")
+    for _ in range(LOOKS):
+        sequencer.check_fenced()
+        sequencer._intake.poll(num_shards + 2)
+        writer.pending()
+        credits.latest()
+    begin("delete")
+    for step in steps:
+        producer.collect(P * step)
+        writer.collect(P * step)
+    begin("end")
 
 
-def mark(name):
-    os.access(f"/mark-{name}", os.F_OK)
+def publish(producer, step):
+    producer.put([group(guid) for guid in range(P * (step - 1), P * step)])
+
+
+def widen(writer):
+    for pending in writer.pending():
+        with writer.open(pending) as shard:
+            num_tokens = int(shard.read("index/offsets")[-1])
+        writer.put(pending, {"ragged/ref_logprobs": np.zeros(num_tokens, np.float32)})
+
+
+def begin(phase):
+    """Leaves a mark in the trace."""
+    os.access(f"/PHASE/{phase}", os.F_OK)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

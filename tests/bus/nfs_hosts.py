@@ -87,7 +87,7 @@ def missing():
         return "network devices of one's own need root"
     if not Path("/dev/net/tun").exists():
         return "there is no /dev/net/tun"
-    if " amx_tile " in Path("/proc/cpuinfo").read_text():
+    if " amx_tile " in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
         return "User Mode Linux 6.1 cannot give its programs registers as large as AMX makes them"
     programs = [p for p in ("linux.uml", "ip", "unshare", "mkfs.ext4") if not _which(p)]
     return f"not installed: {', '.join(programs)}" if programs else None

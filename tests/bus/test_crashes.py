@@ -1,15 +1,14 @@
 import hashlib
-import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from bus_fixtures import group, make_bus, whole_batch, with_media
+from bus_fixtures import batch, group, make_bus, sequencer, with_media
+from deaths import deaths
 from file_systems import small_tmpfs
 
 from relax_hpc.bus.audit import audit
@@ -18,41 +17,11 @@ from relax_hpc.bus.durable import BusFullError
 from relax_hpc.bus.log import CommitRecord, RecordKind, read_log
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
-from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.errors import DamagedError
 
-P, STEPS, SAVE_EVERY = 2, 2, 1
-SYSTEM_CALLS = ("open", "pwrite", "pwritev", "fsync", "rename", "replace", "unlink", "mkdir")
-
-
-class Killed(BaseException):
-    """Not an Exception, so that nothing cleans up, as nothing does after a SIGKILL."""
-
-
-@contextmanager
-def killed_at(monkeypatch, nth):
-    """Dies at the nth system call that changes or opens a file; a write gets half way."""
-    calls = 0
-
-    def deadly(name, real):
-        def call(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls < nth:
-                return real(*args, **kwargs)
-            if name == "pwrite" and calls == nth:
-                real(args[0], args[1][: len(args[1]) // 2], args[2])
-            if name == "pwritev" and calls == nth:
-                real(args[0], [b"".join(args[1])[:100]], args[2])
-            raise Killed(name)  # and stays dead: whoever runs on meets it again
-
-        return call
-
-    with monkeypatch.context() as patch:
-        for name in SYSTEM_CALLS:
-            patch.setattr(os, name, deadly(name, getattr(os, name)))
-        yield
+P, STEPS = 2, 2
+HERE = Path(__file__).parent
 
 
 class Run:
@@ -75,11 +44,11 @@ class Run:
 
     def train(self):
         position, state = self.checkpoint[0], list(self.checkpoint[1])
-        seq = Sequencer(self.paths, prompts_per_step=P, position=position)
+        seq = sequencer(self.paths, position, prompts_per_step=P)
         reader = Reader(self.paths)
         seq.release(len(state))  # it may have died just before
         for step in range(len(state) + 1, STEPS + 1):
-            record = whole_batch(seq, step, timeout_s=0)
+            record = batch(seq, step)
             rows = reader.rows(record, range(record.num_trajectories))
             seen = "".join(f"{t.guid}/{t.sibling}:{t.token_ids.tobytes()}" for t in rows)
             media = [(n, place) for n, t in enumerate(rows) for place in range(len(t.media))]
@@ -89,9 +58,8 @@ class Run:
                 seen += f"{each.medium[2:]} {spans} {each.medium.data.tobytes()}"
             state.append(hashlib.sha256(seen.encode()).hexdigest())
             seq.advance(step=step, policy_version=step)
-            if step % SAVE_EVERY == 0:
-                self.checkpoint = (seq.position, list(state))
-                seq.release(step)
+            self.checkpoint = (seq.position, list(state))
+            seq.release(step)
 
     def shard_files(self):
         return sorted(self.paths.producer("rollout-0").glob("f*/*"))
@@ -115,21 +83,14 @@ def test_killing_a_role_at_any_system_call_loses_and_doubles_nothing(
     """`collect` is a producer that comes back after the trainer released shards."""
     (tmp_path / "undisturbed").mkdir()
     expected = undisturbed(tmp_path / "undisturbed", GROUPS[shown])
-    monkeypatch.setattr("relax_hpc.bus.log_writer.BALLAST_BYTES", 16)
-    nth, survived = 0, False
-    while not survived:
-        nth += 1
+    for nth, life in deaths(monkeypatch):
         run = Run(tmp_path / str(nth), GROUPS[shown])
         if role != "produce":
             run.produce()
         if role == "collect":
             run.train()
-        try:
-            with killed_at(monkeypatch, nth):
-                run.train() if role == "train" else run.produce()
-            survived = True
-        except Killed:
-            pass
+        with life:
+            run.train() if role == "train" else run.produce()
         run.produce()
         run.train()
         run.produce()
@@ -142,23 +103,17 @@ def test_killing_a_role_at_any_system_call_loses_and_doubles_nothing(
 
 
 def test_killing_a_producer_that_writes_over_a_spare_harms_no_other_shard(tmp_path, monkeypatch):
-    monkeypatch.setattr("relax_hpc.bus.log_writer.BALLAST_BYTES", 16)
-    nth, survived = 0, False
-    while not survived:
-        nth += 1
-        root = tmp_path / str(nth)
-        paths = make_bus(root, ["rollout-0"])
+    for nth, life in deaths(monkeypatch):
+        survived = False
+        paths = make_bus(tmp_path / str(nth), ["rollout-0"])
         producer = Producer(paths, "rollout-0", {}, spares=1)
         for guid in range(3):
             producer.put([group(guid, response=40)])
-        try:
-            with killed_at(monkeypatch, nth):
-                producer.collect(2)  # keeps one of the two
-                producer.put([group(3, response=5)])  # shorter than the spare
-                producer.put([group(4, response=90)])
+        with life:
+            producer.collect(2)  # keeps one of the two
+            producer.put([group(3, response=5)])  # shorter than the spare
+            producer.put([group(4, response=90)])
             survived = True
-        except Killed:
-            pass
         with Producer(paths, "rollout-0", {}) as again:
             committed = again.committed - {0, 1}
             assert committed >= {2} and (not survived or committed == {2, 3, 4})
@@ -215,7 +170,7 @@ PRODUCE_FOREVER = """
 import itertools, sys
 from pathlib import Path
 from relax_hpc.bus.producer import Producer
-from relax_hpc.paths import BusPaths
+from relax_hpc.runtime.paths import BusPaths
 sys.path.insert(0, sys.argv[2])
 from bus_fixtures import group
 producer = Producer(BusPaths(Path(sys.argv[1])), "rollout-0", {})
@@ -230,14 +185,7 @@ def test_a_producer_killed_in_the_middle_of_its_work_goes_on_where_the_log_ends(
     rng = random.Random(0)
     for _ in range(4):
         start = paths.log("rollout-0").stat().st_size
-        command = [
-            sys.executable,
-            "-c",
-            PRODUCE_FOREVER,
-            str(paths.root),
-            str(Path(__file__).parent),
-        ]
-        process = subprocess.Popen(command)
+        process = subprocess.Popen([sys.executable, "-c", PRODUCE_FOREVER, paths.root, HERE])
         deadline = time.monotonic() + 60
         while paths.log("rollout-0").stat().st_size < start + 128 * 10:
             assert process.poll() is None
@@ -258,12 +206,12 @@ def test_a_producer_killed_in_the_middle_of_its_work_goes_on_where_the_log_ends(
             assert shard.uuid == record.uuid
     assert len(list(paths.producer("rollout-0").glob("f*/*"))) == len(records)
     steps = len(records) // P
-    with Sequencer(paths, prompts_per_step=P, position=None) as seq:
+    with sequencer(paths, prompts_per_step=P) as seq:
         for step in range(1, steps + 1):
-            whole_batch(seq, step, timeout_s=5)
+            batch(seq, step)
         seq.finish()
         assert seq.duplicates == 0
-    assert audit(paths).planned == steps * P * 2
+    assert (audit(paths).planned, audit(paths).dropped) == (steps * P * 2, 0)
 
 
 def test_a_full_file_system_leaves_nothing_half_and_goes_on_after_collecting(tmp_path):

@@ -1,33 +1,33 @@
 """The critic on a real bus: a model of one number, which is killed and goes on."""
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from bus_fixtures import PRODUCERS, SIBLINGS, group, produce, whole_batch
+from bus_fixtures import PRODUCERS, SIBLINGS, P, group, produce, produce_all, sequencer, whole_batch
 
-from relax_hpc import job_file
 from relax_hpc.bus import layout
 from relax_hpc.bus.credits import CreditTail
-from relax_hpc.bus.follower import PlanFollower
 from relax_hpc.bus.log import RecordKind, read_log
+from relax_hpc.bus.plan import PlanFollower
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
-from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.sidecar import SidecarWriter
-from relax_hpc.comm.world import SoloWorld
+from relax_hpc.config import job_file
 from relax_hpc.errors import FencedError
-from relax_hpc.paths import RunPaths
-from relax_hpc.roles.critic import loop, rank0
-from relax_hpc.roles.dealing.judging import judge_of
-from relax_hpc.roles.dealing.portions import Batch
-from relax_hpc.roles.scorer import rank0 as scorer
+from relax_hpc.roles.critic import build as rank0
+from relax_hpc.roles.critic import loop
+from relax_hpc.roles.dealing.portions import Batch, judge_of
+from relax_hpc.roles.scorer import build as scorer
+from relax_hpc.runtime.comm.world import SoloWorld
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import EventWriter, read_events
+from relax_hpc.runtime.telemetry.timers import Timers
 from relax_hpc.schema import FinishReason, PromptGroup
-from relax_hpc.telemetry.events import EventWriter, read_events
 
-P, STEPS = 4, 5
+STEPS = 5
 
 
 class Killed(Exception):  # noqa: N818
@@ -95,20 +95,21 @@ def run(tmp_path, request):
 def open_rank0(config, paths, events, position, is_ending=lambda: False):
     writer, reader = SidecarWriter(paths.bus, "critic-0", {}), Reader(paths.bus)
     credits = CreditTail(paths.bus)
-    scoring = scorer.Rank0(
-        config.critic.megatron(config.actor), loop.VALUES, writer, reader, credits, events
-    )
     plan = PlanFollower(paths.bus, credits, position)
-    return rank0.Rank0(config, writer, reader, credits, plan, scoring, events, is_ending)
+    return rank0.CriticRank0(config, writer, reader, credits, plan, events, is_ending)
 
 
-def live(config, paths, saved, dies_at=None):
-    """A start of the critic, to its end; the model that it ends with."""
-    model = Model(saved.step, saved.number, dies_at)
-    readers = loop.Readers(Reader(paths.bus), Reader(paths.bus))
+@contextmanager
+def opened(config, paths, position=None, is_ending=lambda: False):
     with EventWriter(paths.events("critic", 0), "critic", 0) as events:
-        duties = open_rank0(config, paths, events, saved.position)
-        loop.run(config, SoloWorld(), model, None, readers, duties, lambda: saved.of(model, duties))
+        yield open_rank0(config, paths, events, position, is_ending)
+
+
+def learn(config, paths, model, position=None, save=lambda duties: None, **stop):
+    """A start of the critic, to its end; the model that it ends with."""
+    readers = loop.Readers(Reader(paths.bus), Reader(paths.bus))
+    with opened(config, paths, position) as duties:
+        loop.run(config, SoloWorld(), model, None, readers, duties, lambda: save(duties), **stop)
         duties.close()
     return model
 
@@ -148,12 +149,9 @@ def deal_refilled(config, paths):
         with Producer(paths.bus, name, {}) as producer:
             producer.put([various(guid) for guid in range(number, 4 * STEPS * P, 2)])
     found, reader = {}, Reader(paths.bus)
-    with Sequencer(
-        paths.bus, prompts_per_step=P, position=None, needs=("critic",),
-        judge=judge_of(config),
-    ) as sequencer:  # fmt: skip
+    with sequencer(paths.bus, needs=("critic",), judge=judge_of(config)) as seq:
         for step in range(1, STEPS + 1):
-            record = whole_batch(sequencer, step, timeout_s=60)
+            record = whole_batch(seq, step, timeout_s=60)
             dealt, index = Batch(config, reader).deal(record), reader.index(record)
             found[step] = {
                 (int(index.guid[row]), row % SIBLINGS): float(dealt.columns["advantages"][row])
@@ -161,20 +159,19 @@ def deal_refilled(config, paths):
                 for batch in batches
                 for row in batch
             }
-            sequencer.advance(step=step, policy_version=step)
-        sequencer.finish()
-        assert sequencer.skipped_for(1)
+            seq.advance(step=step, policy_version=step)
+        seq.finish()
+        assert seq.find_skipped(1)
     return found
 
 
 @pytest.mark.parametrize("run", ["keep", "mask", "penalty"], indirect=True)
 def test_it_learns_from_the_rows_and_rewards_of_the_actor_whatever_is_skipped_or_penalised(run):
     config, paths = run
-    witness, readers = Witness(), loop.Readers(Reader(paths.bus), Reader(paths.bus))
-    with ThreadPoolExecutor(1) as pool, EventWriter(paths.events("critic", 0), "critic", 0) as log:
+    witness = Witness()
+    with ThreadPoolExecutor(1) as pool:
         dealing = pool.submit(deal_refilled, config, paths)
-        duties = open_rank0(config, paths, log, None)
-        loop.run(config, SoloWorld(), witness, None, readers, duties, lambda: None)
+        learn(config, paths, witness)
         expected = dealing.result(60)
     assert witness.batches == expected
     worth = {value for rows in expected.values() for value in rows.values()}
@@ -185,14 +182,12 @@ def test_it_learns_from_the_rows_and_rewards_of_the_actor_whatever_is_skipped_or
 
 def sample_and_train(paths):
     """Samples a batch when the policy before it is there; the actor waits for its values."""
-    with Sequencer(paths.bus, prompts_per_step=P, position=None, needs=("critic",)) as sequencer:
+    with sequencer(paths.bus, needs=("critic",)) as seq:
         for step in range(1, STEPS + 1):
-            for number, name in enumerate(PRODUCERS):
-                first = (step - 1) * P + number
-                produce(paths.bus, name, range(first, step * P, len(PRODUCERS)))
-            whole_batch(sequencer, step, timeout_s=30)
-            sequencer.advance(step=step, policy_version=step)
-        sequencer.finish()
+            produce_all(paths.bus, range((step - 1) * P, step * P))
+            whole_batch(seq, step, timeout_s=30)
+            seq.advance(step=step, policy_version=step)
+        seq.finish()
 
 
 def versions(paths):
@@ -205,15 +200,19 @@ def versions(paths):
 
 
 def whole_run(config, paths, dies_at=None):
-    actor = threading.Thread(target=sample_and_train, args=(paths,), daemon=True)
-    actor.start()
     saved = Save()
-    if dies_at is not None:
-        with pytest.raises(Killed):
-            live(config, paths, saved, dies_at)
-    model = live(config, paths, saved)
-    actor.join(30)
-    assert not actor.is_alive()
+
+    def live(dies_at=None):
+        model = Model(saved.step, saved.number, dies_at)
+        return learn(config, paths, model, saved.position, lambda duties: saved.of(model, duties))
+
+    with ThreadPoolExecutor(1) as pool:
+        actor = pool.submit(sample_and_train, paths)
+        if dies_at is not None:
+            with pytest.raises(Killed):
+                live(dies_at)
+        model = live()
+        actor.result(30)
     return model
 
 
@@ -241,8 +240,7 @@ def test_whenever_it_is_killed_it_learns_the_same_and_values_are_of_the_version_
 
 def test_an_owner_that_was_superseded_saves_nothing_more(run):
     config, paths = run
-    with EventWriter(paths.events("critic", 0), "critic", 0) as events:
-        first = open_rank0(config, paths, events, None)
+    with opened(config, paths) as first:
         first.check_fenced()
         SidecarWriter(paths.bus, "critic-0", {})
         with pytest.raises(FencedError, match="another process took over"):
@@ -252,40 +250,31 @@ def test_an_owner_that_was_superseded_saves_nothing_more(run):
 def test_without_a_trainer_it_values_nothing_twice_and_tells_waiting_ranks(run, monkeypatch):
     config, paths = run
     monkeypatch.setattr(scorer, "SIGN_OF_LIFE_S", 0.1)
-    with EventWriter(paths.events("critic", 0), "critic", 0) as events:
-        mine = open_rank0(config, paths, events, None)
+    with opened(config, paths) as mine:
         begun = time.monotonic()
-        assert mine.next_task(0).parts == [] and time.monotonic() - begun >= 0.1
+        assert mine.next_task(0, Timers()).parts == [] and time.monotonic() - begun >= 0.1
         produce(paths.bus, PRODUCERS[0], (0,))
-        found = mine.next_task(0)
+        found = mine.next_task(0, Timers())
         assert [part.lo for part in found.parts] == [0]
         mine.put([np.zeros(7, np.float32)] * SIBLINGS, version=0)
-        assert mine.next_task(0).parts == []
+        assert mine.next_task(0, Timers()).parts == []
 
 
 def test_before_the_jobs_end_it_begins_nothing_though_there_is_something(run):
     config, paths = run
     produce(paths.bus, PRODUCERS[0], (0,))
     near = [True]
-    with EventWriter(paths.events("critic", 0), "critic", 0) as events:
-        mine = open_rank0(config, paths, events, None, lambda: near[0])
-        assert mine.next_task(0).parts == []
+    with opened(config, paths, is_ending=lambda: near[0]) as mine:
+        assert mine.next_task(0, Timers()).parts == []
         mine.put([], version=0)
         near[0] = False
-        assert [part.lo for part in mine.next_task(0).parts] == [0]
+        assert [part.lo for part in mine.next_task(0, Timers()).parts] == [0]
 
 
 def test_it_may_stop_before_every_task(run):
     config, paths = run
     stops, model = [], Model()
-    actor = threading.Thread(target=sample_and_train, args=(paths,), daemon=True)
-    actor.start()
-    readers = loop.Readers(Reader(paths.bus), Reader(paths.bus))
-    with EventWriter(paths.events("critic", 0), "critic", 0) as events:
-        duties = open_rank0(config, paths, events, None)
-        loop.run(
-            config, SoloWorld(), model, None, readers, duties, lambda: None,
-            lambda: stops.append(model.step),
-        )  # fmt: skip
-    actor.join(30)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(sample_and_train, paths)
+        learn(config, paths, model, stop=lambda: stops.append(model.step))
     assert sorted(set(stops)) == [*range(STEPS + 1)] and stops[0] == 0

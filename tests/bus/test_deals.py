@@ -15,8 +15,8 @@ from relax_hpc.bus.plan import read_chain
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.errors import BusError, FencedError, PeerTimeoutError
-from relax_hpc.records import read_json, write_json
 from relax_hpc.roles.rollout.folders import Folders
+from relax_hpc.runtime.files.records import read_json, write_json
 
 P = 4
 
@@ -197,7 +197,7 @@ class Lives:
         self._train()
 
     def _work(self, kept, horizon, *, finishes):
-        for guid in [*itertools.takewhile(lambda g: g < horizon, kept.owed(start=0))]:
+        for guid in [*itertools.takewhile(lambda g: g < horizon, kept.list_owed(start=0))]:
             drawn = 0 if finishes else self.dice.random()
             if drawn < 0.5:
                 version = self.kept.pop(guid, 0)

@@ -1,20 +1,30 @@
+"""What people and their programs see of a bus: exports, and what `show` prints."""
+
 import base64
 import json
 
+import h5py
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from bus_fixtures import PRODUCERS, group, make_bus, trajectory, whole_batch, with_media
-from bus_steps import P, bus_with_steps, flip, plan, widen
+from bus_fixtures import (
+    PRODUCERS,
+    P,
+    batch,
+    group,
+    make_bus,
+    rows_of,
+    sequencer,
+    trajectory,
+    with_media,
+)
+from bus_steps import bus_with_steps, flip, plan, widen
 
-from relax_hpc.bus import layout
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
-from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.shards.shard import Shard
-from relax_hpc.bus.tools import export, selection, show
+from relax_hpc.bus.tools import export, inventory, show
 from relax_hpc.errors import BusError, ConfigError
-from relax_hpc.paths import BusPaths
 from relax_hpc.schema import MediaKind, Medium, PromptGroup
 
 
@@ -34,8 +44,7 @@ def rich_group(guid):
 
 
 def rich_bus(tmp_path):
-    paths = BusPaths(tmp_path / "bus")
-    layout.create(paths, PRODUCERS, {}, sidecar_writers={"reference-0": "reference"})
+    paths = make_bus(tmp_path, writers={"reference-0": "reference"})
     for r, name in enumerate(PRODUCERS):
         with Producer(paths, name, {}) as producer:
             for lo in range(r, 12, 4):
@@ -66,8 +75,7 @@ def check_row(found, expected, *, is_json):
         assert found[name] == getattr(expected, name).tolist(), name
     # what widen wrote, 0.25 + guid, is exact in float32
     assert found["ref_logprobs"] == [0.25 + expected.guid] * len(expected.token_ids)
-    for name in ("old_logprobs", "advantages", "values"):
-        assert found[name] is None
+    assert found["values"] is None
     [medium] = found["media"]
     assert (medium["kind"], medium["grid_thw"]) == ("png", [1, 2, 3])
     assert medium["canonical_xxh3"] == "000102030405060708090a0b0c0d0e0f"
@@ -112,19 +120,16 @@ def test_a_step_is_exported_as_the_trainer_saw_it_whatever_was_restarted_since(t
     paths = rich_bus(tmp_path)
     options = {"prompts_per_step": 3, "over_age": "drop", "max_staleness": 99}
     options |= {"needs": ["reference"]}
-    with Sequencer(paths, position=None, **options) as first:
-        seen = {1: [whole_batch(first, 1, timeout_s=1)]}
+    with sequencer(paths, **options) as first:
+        seen = {1: [batch(first, 1)]}
         position = first.position
         seen[2] = [first.next_portion(2, timeout_s=1, min_tokens=1)]  # and the trainer dies
         while not seen[2][-1].last:
             seen[2].append(first.next_portion(2, timeout_s=1, min_tokens=1))
-    with Sequencer(paths, position=position, **options) as second:
-        whole_batch(second, 2, timeout_s=1)
-        seen[3] = [whole_batch(second, 3, timeout_s=1)]
-    trained = {
-        step: [row for r in records for row in Reader(paths).rows(r, range(r.num_trajectories))]
-        for step, records in seen.items()
-    }
+    with sequencer(paths, position, **options) as second:
+        batch(second, 2)
+        seen[3] = [batch(second, 3)]
+    trained = {step: rows_of(paths, *records) for step, records in seen.items()}
     for steps in ((1, 1), (2, 2), (3, 3), (1, 3), (2, 3)):
         found = write_out(paths, tmp_path / "out.jsonl", steps=steps)
         expected = [(s, row) for s in range(steps[0], steps[1] + 1) for row in trained[s]]
@@ -245,5 +250,79 @@ def test_show_a_group_tells_its_fields_planned_or_not(tmp_path):
 
 def test_the_planned_copy_of_a_group_is_shown_not_the_ignored_one(tmp_path):
     paths = bus_with_steps(tmp_path)
-    record = selection.of_guid(paths, 6)
+    record = inventory.of_guid(paths, 6)
     assert (record.step, record.parts[0].seq, record.num_trajectories) == (2, 1, 2)
+
+
+# ---------------------------------------------------------------- what rewards are made of
+
+RIGHT = {"right": 1.0, "short": -0.25, "short/words": -0.25}
+
+
+def put(root, *groups):
+    paths = make_bus(root)
+    with Producer(paths, PRODUCERS[0], {}) as producer:
+        producer.put([PromptGroup(guid, rows) for guid, rows in enumerate(groups)])
+    return paths
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """Group 0: a row of three parts and one that failed. Group 1: another part, and none."""
+    (a, b), (c, d) = group(0).trajectories, group(1).trajectories
+    return put(
+        tmp_path,
+        [a._replace(reward=0.75, parts=RIGHT), b._replace(reward=0.0, reward_error=True)],
+        [c._replace(reward=2.0, parts={"found": 2.0, "short": 0.0}), d],
+    )
+
+
+def test_parts_come_back_by_name_with_the_rows_that_have_them(paths):
+    rows = rows_of(paths, *(inventory.of_guid(paths, guid) for guid in (0, 1)))
+    assert [row.parts for row in rows] == [RIGHT, {}, {"found": 2.0, "short": 0.0}, {}]
+    assert [row.reward_error for row in rows] == [False, True, False, False]
+
+
+def test_a_trainer_does_not_read_parts_and_knows_failures_before_it_reads_rows(paths):
+    record = inventory.of_guid(paths, 0)
+    reader = Reader(paths)
+    assert [row.parts for row in reader.rows(record, range(2), [])] == [{}, {}]
+    assert reader.index(record).reward_error.tolist() == [0, 1]
+
+
+def test_parts_of_a_batch_are_read_without_its_rows(paths):
+    of_both = [inventory.of_guid(paths, guid) for guid in (0, 1)]
+    found = [Reader(paths).parts(record) for record in of_both]
+    nan = np.nan
+    expected = {"found": [nan, nan, 2, nan], "right": [1, nan, nan, nan],
+                "short": [-0.25, nan, 0, nan], "short/words": [-0.25, nan, nan, nan]}  # fmt: skip
+    assert found[0].keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(np.concatenate([each[name] for each in found]), values)
+
+
+def test_any_reader_of_hdf5_finds_the_names(paths):
+    [path] = paths.fence(PRODUCERS[0], 1).glob("*.h5")
+    with h5py.File(path, "r", locking=False) as file:
+        names, values = json.loads(file.attrs["score_parts"]), file["row/score_parts"][:]
+        assert file["row/reward_error"][:].tolist() == [0, 1, 0, 0]
+    assert names == ["found", "right", "short", "short/words"]
+    nan = np.nan
+    expected = [[nan, 1, -0.25, -0.25], [nan] * 4, [2, nan, 0, nan], [nan] * 4]
+    np.testing.assert_array_equal(values, expected)
+
+
+def test_a_shard_without_parts_has_no_column_for_them(tmp_path):
+    paths = put(tmp_path, group(0).trajectories)
+    [path] = paths.fence(PRODUCERS[0], 1).glob("*.h5")
+    with h5py.File(path, "r", locking=False) as file:
+        assert "score_parts" not in file["row"] and "score_parts" not in file.attrs
+
+
+def test_show_and_export_tell_parts_and_failures(paths, tmp_path):
+    said = [line.split(maxsplit=1) for line in show.group(paths, 0, None).splitlines()]
+    assert ["reward", "0.75"] in said and ["reward", "0, failed"] in said
+    assert ["parts", "right 1, short -0.25, short/words -0.25"] in said
+    rows = write_out(paths, tmp_path / "rows.jsonl", ["reward_error", "parts"])
+    assert rows[0] == {"reward_error": False, "parts": [[k, v] for k, v in RIGHT.items()]}
+    assert rows[1] == {"reward_error": True, "parts": []}

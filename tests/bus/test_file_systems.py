@@ -120,6 +120,7 @@ def test_a_zombie_trainer_on_another_host_is_fenced_and_harms_nothing(hosts):
     assert "FencedError" in zombie.err
     counts = json.loads(alpha.run("role", "audit", bus))
     assert (counts["planned"], counts["planned_twice"], counts["steps"]) == (16, 0, 2)
+    assert counts["dropped"] == 0
 
 
 def test_roles_that_die_and_move_to_the_other_host_and_back_go_on_exactly(hosts):

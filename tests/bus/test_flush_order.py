@@ -9,16 +9,15 @@ from disk_calls import recorded
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.frames import FrameWriter, encode
-from relax_hpc.bus.log_writer import LogWriter
-from relax_hpc.bus.plan import PlanPosition, claim_fence
+from relax_hpc.bus.log import LogWriter
+from relax_hpc.bus.plan import NOTHING, PlanPosition, claim_fence, write_snapshot
 from relax_hpc.bus.producer import Producer
-from relax_hpc.bus.snapshot import NOTHING, write_snapshot
 from relax_hpc.bus.tools import garbage
-from relax_hpc.checkpoints.store import Checkpoints
-from relax_hpc.comm.world import SoloWorld
-from relax_hpc.models import hf_folder
-from relax_hpc.paths import BusPaths
-from relax_hpc.records import write_json, write_json_once
+from relax_hpc.runtime.comm.world import SoloWorld
+from relax_hpc.runtime.files.records import write_json, write_json_once
+from relax_hpc.runtime.paths import BusPaths
+from relax_hpc.trainer.checkpoints.store import Checkpoints
+from relax_hpc.trainer.models import hf_folder
 
 RECORD = ["write draft", "flush draft", "rename draft -> record.json"]
 

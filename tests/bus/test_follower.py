@@ -1,30 +1,20 @@
 """Who follows the plan is given every batch once, and none that a later trainer cuts off."""
 
 import pytest
-from bus_fixtures import PRODUCERS, SIBLINGS, make_bus, produce, whole_batch
+from bus_fixtures import PRODUCERS, SIBLINGS, P, batch, make_bus, produce, produce_all, sequencer
 
-from relax_hpc.bus import sequencer as sequencer_module
 from relax_hpc.bus.credits import CreditTail, CreditWriter
-from relax_hpc.bus.follower import PlanFollower, PlanTail
 from relax_hpc.bus.frames import FrameWriter
-from relax_hpc.bus.plan import PlanPosition, claim_fence, read_chain
+from relax_hpc.bus.plan import PlanFollower, PlanPosition, PlanTail, claim_fence, read_chain
 from relax_hpc.bus.reader import Reader
-from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.errors import BusError
-
-P = 4
 
 
 @pytest.fixture
 def paths(tmp_path):
     made = make_bus(tmp_path)
-    for number, name in enumerate(PRODUCERS):
-        produce(made, name, range(number, 5 * P, len(PRODUCERS)))
+    produce_all(made, 5 * P)
     return made
-
-
-def train(paths, position=None):
-    return Sequencer(paths, prompts_per_step=P, position=position)
 
 
 def follow(paths, position=None):
@@ -46,29 +36,29 @@ def guids(step):
 def test_batches_are_given_in_their_order_once_they_are_planned(paths):
     follower = follow(paths)
     assert follower.next_batch() is None
-    with train(paths) as sequencer:
+    with sequencer(paths) as seq:
         assert follower.next_batch() is None
-        whole_batch(sequencer, 1, timeout_s=5)
+        batch(seq, 1)
         assert given(follower, paths) == guids(1)
-        assert follower.position == sequencer.position
+        assert follower.position == seq.position
         for step in (2, 3):
-            whole_batch(sequencer, step, timeout_s=5)
+            batch(seq, step)
         assert [given(follower, paths) for _ in range(3)] == [guids(2), guids(3), None]
         later = follow(paths, follower.position)
-        whole_batch(sequencer, 4, timeout_s=5)
-        assert given(later, paths) == guids(4) and later.position == sequencer.position
+        batch(seq, 4)
+        assert given(later, paths) == guids(4) and later.position == seq.position
         assert len(Reader(paths).rows(follower.next_batch(), range(P * SIBLINGS))) == P * SIBLINGS
 
 
 def test_a_batch_in_portions_is_one_and_complete_with_the_last(tmp_path):
     paths = make_bus(tmp_path)
     follower = follow(paths)
-    with train(paths) as sequencer:
+    with sequencer(paths) as seq:
         produce(paths, PRODUCERS[0], (0, 2))
-        assert not sequencer.next_portion(1, timeout_s=5, min_tokens=1).last
+        assert not seq.next_portion(1, timeout_s=5, min_tokens=1).last
         assert follower.next_batch() is None
         produce(paths, PRODUCERS[1], (1, 3))
-        assert sequencer.next_portion(1, timeout_s=5).last
+        assert seq.next_portion(1, timeout_s=5).last
     assert given(follower, paths) == guids(1)
 
 
@@ -82,13 +72,13 @@ def slip_in(paths, fence, step):
 
 def test_what_a_superseded_trainer_slips_in_is_not_given(paths):
     follower = follow(paths)
-    with train(paths) as first:
-        whole_batch(first, 1, timeout_s=5)
+    with sequencer(paths) as first:
+        batch(first, 1)
         assert given(follower, paths) == guids(1)
-        with train(paths, first.position) as second:
+        with sequencer(paths, first.position) as second:
             slip_in(paths, first.fence, 2)
             assert follower.next_batch() is None
-            whole_batch(second, 2, timeout_s=5)
+            batch(second, 2)
             assert given(follower, paths) == guids(2)
             assert follower.position == second.position
 
@@ -96,37 +86,37 @@ def test_what_a_superseded_trainer_slips_in_is_not_given(paths):
 def test_while_a_trainer_has_not_said_what_it_keeps_nothing_is_given(paths):
     """It may find what its predecessor slipped in, or not: the one after it decides."""
     follower = follow(paths)
-    with train(paths) as first:
-        whole_batch(first, 1, timeout_s=5)
+    with sequencer(paths) as first:
+        batch(first, 1)
         assert given(follower, paths) == guids(1)
         CreditWriter(paths, claim_fence(paths)).close()  # and died there
         slip_in(paths, first.fence, 2)
         assert follower.next_batch() is None
-    with train(paths, follower.position) as third:
+    with sequencer(paths, follower.position) as third:
         assert third.num_planned == 2
         assert follower.next_batch().step == 2
         assert follower.next_batch() is None
-        whole_batch(third, 3, timeout_s=5)
+        batch(third, 3)
         assert follower.next_batch().step == 3
 
 
 def test_a_position_of_another_plan_is_refused(paths):
-    with train(paths) as sequencer:
-        whole_batch(sequencer, 1, timeout_s=5)
+    with sequencer(paths) as seq:
+        batch(seq, 1)
         with pytest.raises(BusError, match="is not in this run's plan"):
             follow(paths, PlanPosition(1, 1, 7)).next_batch()
 
 
 def test_a_tail_gives_each_record_once_those_that_are_summed_up_too(paths, monkeypatch):
-    monkeypatch.setattr(sequencer_module, "SNAPSHOT_RECORDS", 1)
+    monkeypatch.setattr("relax_hpc.bus.sequencer.SNAPSHOT_RECORDS", 1)
     late = PlanTail(paths, CreditTail(paths))
     early, given = PlanTail(paths, CreditTail(paths)), []
     position = None
     for step in range(1, 5):
-        with train(paths, position) as sequencer:  # another trainer for each step
-            whole_batch(sequencer, step, timeout_s=5)
-            sequencer.release(step)
-            position = sequencer.position
+        with sequencer(paths, position) as seq:  # another trainer for each step
+            batch(seq, step)
+            seq.release(step)
+            position = seq.position
             given += early.look()
     everything = list(enumerate((each.record for each in read_chain(paths).records), 1))
     assert [record.step for _, record in given] == [1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""A reader written from docs/bus.md: nothing of ours is in it, and it sees every trajectory."""
+"""A reader written from docs/reference/bus.md with nothing of ours sees every trajectory."""
 
 import json
 import struct
@@ -7,7 +7,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 from bus_fixtures import PRODUCERS, group, make_bus, produce
-from test_media import image, rich
+from test_shard import image, rich
 
 from relax_hpc.bus.producer import Producer
 from relax_hpc.schema import PromptGroup
@@ -100,6 +100,6 @@ def test_what_was_not_committed_is_not_seen(tmp_path):
 
 
 def test_the_stranger_needs_only_thirty_lines():
-    lines = Path(__file__).read_text().split("\n# --- ")[1].splitlines()[1:]
+    lines = Path(__file__).read_text(encoding="utf-8").split("\n# --- ")[1].splitlines()[1:]
     code = [line for line in lines if line.strip() and not line.strip().startswith(("#", '"""'))]
     assert len(code) <= 30

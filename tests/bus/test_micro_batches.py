@@ -169,16 +169,6 @@ def test_a_plan_depends_on_nothing_but_its_input():
     assert plan == plan_micro_batches(tuple(int(x) for x in lengths), **settings)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 64])
-def test_a_batch_of_16_thousand_rows_is_planned_as_well_as_a_small_one(num_ranks):
-    lengths = lognormal(np.random.default_rng(3), 16384, 32768).tolist()
-    shards = [row // 128 for row in range(16384)]
-    plan = plan_micro_batches(lengths, num_ranks=num_ranks, budget=32768, shards=shards)
-    check(lengths, plan, 32768)
-    assert len(plan[0]) <= math.ceil(sum(lengths) / num_ranks / 32768) + 1
-    assert imbalance(tokens(lengths, plan)) <= 0.01
-
-
 def test_imbalance_is_what_the_fullest_rank_has_too_much():
     assert imbalance([12, 8, 10]) == pytest.approx(0.2)
     assert imbalance([0, 0]) == 0.0

@@ -1,25 +1,27 @@
 """Groups that come late, and batches that are handed out in portions."""
 
-import numpy as np
 import pytest
-from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus, produce, trajectory, whole_batch
+from bus_fixtures import (
+    SIBLINGS,
+    TOKENS,
+    P,
+    batch,
+    group,
+    make_bus,
+    produce,
+    produce_all,
+    rows_of,
+    same,
+    sequencer,
+    trajectory,
+)
 
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import CreditTail, Owed
 from relax_hpc.bus.plan import read_chain
 from relax_hpc.bus.producer import Producer
-from relax_hpc.bus.reader import Reader
-from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.errors import BusError, FencedError, PeerTimeoutError
 from relax_hpc.schema import PromptGroup
-
-P = 4
-TOKENS = 7 * SIBLINGS
-"""Tokens of a group of the fixtures."""
-
-
-def sequencer(paths, position=None, **kwargs):
-    return Sequencer(paths, prompts_per_step=P, position=position, **kwargs)
 
 
 def portion(seq, step, min_tokens):
@@ -44,10 +46,9 @@ def test_portions_are_handed_out_as_soon_as_they_hold_enough_and_make_up_the_bat
         produce(paths, "rollout-1", [1])
         rest = portion(seq, 1, 100 * TOKENS)  # never waits for more than the batch has
         assert (rest.guids, rest.portion, rest.last) == ([0, 1], 1, True)
-        seen = [t.guid for record in (first, rest) for t in Reader(paths).rows(record, range(4))]
-        assert seen == [2, 2, 3, 3, 0, 0, 1, 1]
-    assert audit(paths).planned == P * SIBLINGS
-    assert audit(paths).steps == 1
+        assert [t.guid for t in rows_of(paths, first, rest)] == [2, 2, 3, 3, 0, 0, 1, 1]
+    counts = audit(paths)
+    assert (counts.planned, counts.steps, counts.dropped) == (P * SIBLINGS, 1, 0)
 
 
 def test_a_restart_replays_the_same_portions_and_completes_the_batch(tmp_path):
@@ -64,10 +65,10 @@ def test_a_restart_replays_the_same_portions_and_completes_the_batch(tmp_path):
         assert (rest.guids, rest.last) == ([1, 3], True)
         position = seq.position
     with sequencer(paths) as seq:
-        assert whole_batch(seq, 1, timeout_s=0).guids == [0, 2, 1, 3]
+        assert batch(seq, 1).guids == [0, 2, 1, 3]
         assert seq.position == position._replace(fence=seq.fence)
     with sequencer(paths, position) as seq:
-        assert whole_batch(seq, 2, timeout_s=0).guids == [4, 5, 6, 7]
+        assert batch(seq, 2).guids == [4, 5, 6, 7]
 
 
 def test_a_superseded_trainer_is_not_even_given_what_was_planned(tmp_path):
@@ -105,13 +106,13 @@ def test_drop_has_groups_that_come_too_late_sampled_again(tmp_path):
     drop = {"over_age": "drop", "max_staleness": 1}
     with sequencer(paths, **drop) as seq, Producer(paths, "rollout-0", {}) as producer:
         produce(paths, "rollout-1", [1, 3, 5, 7, 9, 11, 13, 15])
-        assert whole_batch(seq, 1, timeout_s=0).guids == [1, 3, 5, 7]  # whoever is there first
+        assert batch(seq, 1).guids == [1, 3, 5, 7]  # whoever is there first
         producer.put([group(0, version=0)])  # one step stale in step 2, which is allowed
-        second = whole_batch(seq, 2, timeout_s=0)
+        second = batch(seq, 2)
         assert second.guids == [0, 9, 11, 13]
         producer.put([group(2, version=0), group(4, version=1)])
         with pytest.raises(PeerTimeoutError, match=r"rollout-0 owes \[2, 6, 8\]"):
-            whole_batch(seq, 3, timeout_s=0)  # in step 3 version 0 is two steps stale
+            batch(seq, 3)  # in step 3 version 0 is two steps stale
         uuid = second.parts[1].uuid
         credit = CreditTail(paths).latest()
         assert [owed.guid for owed in credit.owed] == [2, 15]
@@ -121,19 +122,15 @@ def test_drop_has_groups_that_come_too_late_sampled_again(tmp_path):
             assert other.owe_again([Owed(9, uuid)]) == [9]
             assert other.owe_again(credit.owed) == [15]
             other.put([group(15, version=2)])
-        third = whole_batch(seq, 3, timeout_s=0)
+        third = batch(seq, 3)
         assert (third.guids, third.policy_version_min) == ([2, 4, 6, 15], 1)
         assert CreditTail(paths).latest().owed[0] in credit.owed  # until the next grant
         seq.advance(step=3, policy_version=3)
         assert CreditTail(paths).latest().owed == ()
     with sequencer(paths, **drop) as seq:
-        assert [whole_batch(seq, s, timeout_s=0).guids for s in (2, 3)] == [
-            second.guids,
-            third.guids,
-        ]
+        assert [batch(seq, s).guids for s in (2, 3)] == [second.guids, third.guids]
         assert seq.duplicates == 0
-    versions = [t.policy_version_max for t in Reader(paths).rows(third, range(8))]
-    assert versions == [2, 2, 1, 1, 2, 2, 2, 2]
+    assert [t.policy_version_max for t in rows_of(paths, third)] == [2, 2, 1, 1, 2, 2, 2, 2]
     counts = audit(paths)
     assert (counts.over_age, counts.dropped, counts.duplicates) == (2 * SIBLINGS, 0, 0)
     assert counts.max_staleness == 1
@@ -145,8 +142,8 @@ def test_a_group_is_as_old_as_the_oldest_of_its_siblings(tmp_path):
     siblings = [trajectory(0, 0, version=3), trajectory(0, 1, version=1)]
     with Producer(paths, "rollout-0", {}) as producer:
         producer.put([PromptGroup(0, siblings)])
-    with Sequencer(paths, prompts_per_step=1, position=None) as seq:
-        assert whole_batch(seq, 1, timeout_s=0).policy_version_min == 1
+    with sequencer(paths, prompts_per_step=1) as seq:
+        assert batch(seq, 1).policy_version_min == 1
 
 
 def test_what_was_dropped_is_owed_once_whoever_says_it_again(tmp_path):
@@ -176,7 +173,7 @@ def test_a_restarted_producer_owes_again_what_was_dropped(tmp_path):
         assert producer.owe_again(owed) == [0, 2]
         assert producer.committed == {4}
     with sequencer(paths, over_age="drop", max_staleness=0) as seq:  # the drops are on record
-        assert seq._intake.owed_again() == [(r.guid, r.uuid) for r in owed]
+        assert seq._intake.list_owed_again() == [(r.guid, r.uuid) for r in owed]
 
 
 def test_mask_takes_what_is_there_and_drops_nothing(tmp_path):
@@ -184,9 +181,9 @@ def test_mask_takes_what_is_there_and_drops_nothing(tmp_path):
     with sequencer(paths, over_age="mask", max_staleness=0) as seq:
         produce(paths, "rollout-1", [1, 3, 5, 7])
         produce(paths, "rollout-0", [2, 4])
-        assert whole_batch(seq, 1, timeout_s=0).guids == [1, 2, 3, 4]
+        assert batch(seq, 1).guids == [1, 2, 3, 4]
         produce(paths, "rollout-0", [0, 6])
-        assert whole_batch(seq, 2, timeout_s=0).guids == [0, 5, 6, 7]
+        assert batch(seq, 2).guids == [0, 5, 6, 7]
         assert CreditTail(paths).latest().owed == ()
 
 
@@ -194,11 +191,11 @@ def test_what_is_retired_follows_the_lowest_group_that_is_not_trained_on(tmp_pat
     paths = make_bus(tmp_path)
     with sequencer(paths, over_age="mask", keep_steps=1) as seq:
         produce(paths, "rollout-1", [1, 3, 5, 7])
-        whole_batch(seq, 1, timeout_s=0)
+        batch(seq, 1)
         produce(paths, "rollout-0", [0, 2, 4, 6])
-        whole_batch(seq, 2, timeout_s=0)
+        batch(seq, 2)
         produce(paths, "rollout-1", [9, 11, 13, 15])
-        whole_batch(seq, 3, timeout_s=0)
+        batch(seq, 3)
         retired = []
         for step in (1, 2, 3):
             seq.release(step)
@@ -213,16 +210,9 @@ def test_a_partial_group_is_kept_for_its_owner_and_never_planned(tmp_path):
         producer.put_partial([group(0, response=3)])
         assert producer.committed == set()
     with Producer(paths, "rollout-0", {}) as producer:
-        assert {guid: len(g.trajectories[0].token_ids) for guid, g in producer.partial.items()} == {
-            0: 6,
-            2: 3,
-        }
-        again, expected = producer.partial[0], group(0, response=3)
-        for found, sent in zip(again.trajectories, expected.trajectories, strict=True):
-            assert np.array_equal(found.token_ids, sent.token_ids)
-            assert np.array_equal(
-                found.columns["rollout_logprobs"], sent.columns["rollout_logprobs"]
-            )
+        for guid, response in ((0, 3), (2, 0)):
+            sent = group(guid, response=response).trajectories
+            assert all(map(same, producer.partial[guid].trajectories, sent))
         producer.put([group(0)])
         assert set(producer.partial) == {2}
         assert producer.collect(0) == 1  # the second partial shard; the first holds group 2 still
@@ -231,14 +221,15 @@ def test_a_partial_group_is_kept_for_its_owner_and_never_planned(tmp_path):
             sequencer(paths) as seq,
             pytest.raises(PeerTimeoutError, match=r"rollout-0 owes \[2\]"),
         ):
-            whole_batch(seq, 1, timeout_s=0)
+            batch(seq, 1)
         producer.put([group(2)])
         assert producer.collect(0) == 1
     with Producer(paths, "rollout-0", {}) as producer:
         assert (producer.partial, producer.committed) == ({}, {0, 2})
         with sequencer(paths) as seq:
-            assert whole_batch(seq, 1, timeout_s=0).guids == [0, 1, 2, 3]
-    assert audit(paths).committed == P * SIBLINGS
+            assert batch(seq, 1).guids == [0, 1, 2, 3]
+    counts = audit(paths)
+    assert (counts.committed, counts.dropped) == (P * SIBLINGS, 0)
 
 
 def test_what_is_kept_of_a_dropped_group_that_is_sampled_again_outlives_a_restart(tmp_path):
@@ -273,7 +264,7 @@ def test_a_restart_from_a_snapshot_goes_on_as_one_from_the_whole_plan(tmp_path, 
         produce(paths, "rollout-0", range(max(lo, 2), lo + P + 4, 2), version=step)
         produce(paths, "rollout-1", range(lo + 1, lo + P + 4, 2), version=step)
         with sequencer(paths, positions[-1], **drop) as seq:
-            record = whole_batch(seq, step, timeout_s=0)
+            record = batch(seq, step)
             positions.append(seq.position)
             plans.append(record)
             seq.advance(step=step, policy_version=step)
@@ -287,13 +278,14 @@ def test_a_restart_from_a_snapshot_goes_on_as_one_from_the_whole_plan(tmp_path, 
     assert len({guid for record in whole.steps for guid in record.guids}) == 12 * P
     for step in (10, 11, 12):  # every checkpoint that may still be resumed
         with sequencer(paths, positions[step - 1], **drop) as seq:
-            assert whole_batch(seq, step, timeout_s=0) == plans[step]
-            with_snapshot = (seq.duplicates, seq._intake.waiting, seq._intake.owed_again())
+            assert batch(seq, step) == plans[step]
+            with_snapshot = (seq.duplicates, seq._intake.waiting, seq._intake.list_owed_again())
         for file in paths.plan.glob("snap.*"):
             file.rename(file.with_suffix(".hidden"))
         with sequencer(paths, positions[step - 1], **drop) as seq:
-            assert (seq.duplicates, seq._intake.waiting, seq._intake.owed_again()) == with_snapshot
-            assert whole_batch(seq, step, timeout_s=0) == plans[step]
+            from_plan = (seq.duplicates, seq._intake.waiting, seq._intake.list_owed_again())
+            assert from_plan == with_snapshot
+            assert batch(seq, step) == plans[step]
         for file in paths.plan.glob("*.hidden"):
             file.rename(file.with_suffix(".json"))
     with pytest.raises(BusError, match="plan position"):
@@ -303,17 +295,16 @@ def test_a_restart_from_a_snapshot_goes_on_as_one_from_the_whole_plan(tmp_path, 
 def test_a_snapshot_of_what_was_cut_off_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr("relax_hpc.bus.sequencer.SNAPSHOT_RECORDS", 1)
     paths = make_bus(tmp_path)
-    for name, first in zip(PRODUCERS, (0, 1), strict=True):
-        produce(paths, name, range(first, 3 * P, 2))
+    produce_all(paths, 3 * P)
     zombie = sequencer(paths)
-    whole_batch(zombie, 1, timeout_s=0)
+    batch(zombie, 1)
     with sequencer(paths) as owner:
         monkeypatch.setattr(zombie._credits, "check_fenced", lambda: None)
         zombie._log.append(zombie._portions[1][0]._replace(step=2)._asdict())
         zombie._count(zombie._portions[1][0]._replace(step=2), 1, zombie._log.end)
         zombie._sum_up(2, zombie._places[2])
         assert len(list(paths.plan.glob("snap.*"))) == 1
-        assert whole_batch(owner, 2, timeout_s=0).guids == [4, 5, 6, 7]
+        assert batch(owner, 2).guids == [4, 5, 6, 7]
     with sequencer(paths) as seq:
-        assert whole_batch(seq, 2, timeout_s=0).guids == [4, 5, 6, 7]
+        assert batch(seq, 2).guids == [4, 5, 6, 7]
         assert seq._base.records == 0

@@ -12,7 +12,6 @@ from bus_fixtures import group, make_bus, whole_batch
 from failing_calls import DONE, HALF, UNDONE, failing
 from file_systems import small_tmpfs
 
-from relax_hpc import records, storage
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.durable import BusFullError, Space
@@ -20,6 +19,7 @@ from relax_hpc.bus.log import SHARDS, read_log
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.runtime.files import records, storage
 
 pytestmark = pytest.mark.long
 
@@ -31,7 +31,7 @@ LONG = 40
 def patient(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "_FIRST_S", 0.0001)
     monkeypatch.setattr(storage, "_LONGEST_S", 0.001)
-    monkeypatch.setattr("relax_hpc.bus.log_writer.BALLAST_BYTES", 16)
+    monkeypatch.setattr("relax_hpc.bus.log.BALLAST_BYTES", 16)
     storage.settle(60.0)
     yield
     storage.settle(0.0)

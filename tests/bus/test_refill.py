@@ -6,23 +6,20 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import bus_fixtures
 import pytest
-from bus_fixtures import PRODUCERS, SIBLINGS, group, judge, make_bus, produce, whole_batch
-from test_crashes import killed_at
+from bus_fixtures import PRODUCERS, SIBLINGS, TOKENS, P, group, judge, make_bus, whole_batch
+from deaths import deaths
 
-from relax_hpc.bus import layout
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.plan import SkippedGroup, read_chain
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
-from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.skips import SkippedGuids, check_limit
 from relax_hpc.errors import PeerTimeoutError, SpreadError
-from relax_hpc.paths import BusPaths
+from relax_hpc.runtime.paths import BusPaths
 
-P = 4
-TOKENS = 7 * SIBLINGS
 SOLVED, FAILED = 1.0, 0.0
 
 
@@ -35,8 +32,7 @@ def tmp_path():
 
 
 def sequencer(paths, position=None, **kwargs):
-    kwargs = {"judge": judge, "max_staleness": 1, **kwargs}
-    return Sequencer(paths, prompts_per_step=P, position=position, **kwargs)
+    return bus_fixtures.sequencer(paths, position, **{"judge": judge, "max_staleness": 1} | kwargs)
 
 
 def put(paths, guids, flat=(), **kwargs):
@@ -72,8 +68,8 @@ def test_a_batch_has_the_next_groups_that_teach_and_the_others_are_on_record(tmp
             batch(seq, 2)
         put(paths, [12, 13])
         assert batch(seq, 2) == [7, 10, 11, 12]
-        assert [group.guid for group in seq.skipped_for(1)] == [2, 6, 1]  # as they came
-        assert [group.guid for group in seq.skipped_for(2)] == [8, 9]
+        assert [group.guid for group in seq.find_skipped(1)] == [2, 6, 1]  # as they came
+        assert [group.guid for group in seq.find_skipped(2)] == [8, 9]
     skipped = {group.guid: group for group in read_chain(paths).skipped}
     uuid = skipped[6].skipped
     assert skipped[6] == SkippedGroup(6, uuid, SIBLINGS, 1, 1000 - 6, solved=True, reward=1.0)
@@ -128,13 +124,12 @@ def test_where_the_first_groups_count_those_that_teach_nothing_do_not(tmp_path, 
 
 
 def test_a_group_without_its_sidecar_is_skipped_all_the_same(tmp_path):
-    paths = BusPaths(tmp_path / "bus")
-    layout.create(paths, PRODUCERS, {}, sidecar_writers={"reference-0": "reference"})
+    paths = make_bus(tmp_path, writers={"reference-0": "reference"})
     put(paths, [0, 1], flat={1})
     with sequencer(paths, needs=["reference"]) as seq:
         with pytest.raises(PeerTimeoutError, match=r"reference-0 owes \[0\]"):
             batch(seq, 1)
-        assert [group.guid for group in seq.skipped_for(1)] == [1]
+        assert [group.guid for group in seq.find_skipped(1)] == [1]
 
 
 def test_a_skipped_group_that_is_committed_again_is_ignored(tmp_path):
@@ -258,7 +253,6 @@ def test_a_restart_from_a_snapshot_knows_what_was_skipped(tmp_path, monkeypatch)
 
 
 def test_killing_the_trainer_at_any_system_call_leaves_the_same_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr("relax_hpc.bus.log_writer.BALLAST_BYTES", 16)
     monkeypatch.setattr("relax_hpc.bus.sequencer.SNAPSHOT_RECORDS", 2)
     flat, steps = {0, 3, 4, 8, 9}, 2
     expected = [[1, 2, 5, 6], [7, 10, 11, 12]]
@@ -278,17 +272,11 @@ def test_killing_the_trainer_at_any_system_call_leaves_the_same_batches(tmp_path
             seq.release(step)
 
     put(make_bus(tmp_path / "0"), range(13), flat)
-    nth, survived = 0, False
-    while not survived:
-        nth += 1
+    for nth, life in deaths(monkeypatch):
         shutil.copytree(tmp_path / "0", tmp_path / str(nth))
         paths, checkpoint = BusPaths(tmp_path / str(nth) / "bus"), []
-        try:
-            with killed_at(monkeypatch, nth):
-                train(paths, checkpoint)
-            survived = True
-        except BaseException as error:  # noqa: BLE001 - as a process that is killed
-            assert type(error).__name__ == "Killed", nth
+        with life:
+            train(paths, checkpoint)
         train(paths, checkpoint)
         assert [each["guids"] for each in checkpoint] == expected, nth
         chain = read_chain(paths)
@@ -342,7 +330,6 @@ def test_skips_of_earlier_steps_do_not_count_towards_the_limit(tmp_path):
 
 def test_all_groups_are_planned_where_nobody_judges(tmp_path):
     paths = make_bus(tmp_path)
-    produce(paths, "rollout-0", [0, 2], reward=SOLVED)
-    produce(paths, "rollout-1", [1, 3], reward=SOLVED)
+    put(paths, range(4), flat=range(4))
     with sequencer(paths, judge=None) as seq:
         assert batch(seq, 1) == [0, 1, 2, 3]

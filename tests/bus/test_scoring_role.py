@@ -1,4 +1,4 @@
-"""The reference role on a real bus: a model that only says back what it was given."""
+"""The reference and teachers on a real bus: models that only say back what they were given."""
 
 import errno
 import threading
@@ -6,26 +6,31 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bus_fixtures import PRODUCERS, SIBLINGS, produce, whole_batch
+from bus_fixtures import SIBLINGS, batch, make_bus, produce_all, rows_of, sequencer
 
-from relax_hpc.bus import durable, layout
+from relax_hpc.bus import durable
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.durable import BusFullError
 from relax_hpc.bus.log import RecordKind, read_log
 from relax_hpc.bus.reader import Reader
-from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.sidecar import SidecarWriter
-from relax_hpc.comm.star import StarWorld
-from relax_hpc.comm.world import SoloWorld
-from relax_hpc.config.layout import Layout, MegatronConfig
-from relax_hpc.paths import BusPaths
-from relax_hpc.roles.actor.reference import Reference
-from relax_hpc.roles.dealing.sight import Sight
-from relax_hpc.roles.scorer import loop, rank0
-from relax_hpc.roles.scorer.build import COLUMN
-from relax_hpc.telemetry.events import EventWriter, read_events
+from relax_hpc.config.model import Layout, MegatronConfig
+from relax_hpc.roles.actor.loop import Reference
+from relax_hpc.roles.dealing.sight import StepMedia
+from relax_hpc.roles.scorer import build as rank0
+from relax_hpc.roles.scorer import loop
+from relax_hpc.roles.scorer.build import COLUMN, ScoringView
+from relax_hpc.roles.scorer.loop import behind, of_own
+from relax_hpc.roles.teacher.routing import of_its_teacher
+from relax_hpc.roles.training.duties import Duties
+from relax_hpc.runtime.comm.world import SoloWorld, StarWorld
+from relax_hpc.runtime.telemetry.events import EventWriter, read_events
+from relax_hpc.runtime.telemetry.timers import Timers
 
 GROUPS = 12
+WRITERS = {"reference-0": "reference", "one-0": "teacher", "two-0": "teacher_2"}
+TAUGHT = ("ragged/teacher_logprobs", "ragged/teacher_logprobs_2")
+HAS = {"one": lambda guids: guids % 3 == 0, "two": lambda guids: guids % 3 > 0}
 
 
 class Echo:
@@ -45,17 +50,15 @@ class Echo:
 
 @pytest.fixture
 def paths(tmp_path):
-    made = BusPaths(tmp_path / "bus")
-    layout.create(made, PRODUCERS, {}, sidecar_writers={"reference-0": "reference"})
-    for number, name in enumerate(PRODUCERS):
-        produce(made, name, range(number, GROUPS, len(PRODUCERS)), per_shard=2)
+    made = make_bus(tmp_path, writers=WRITERS)
+    produce_all(made, GROUPS, per_shard=2)
     return made
 
 
 def open_rank0(
     paths, events, *, data_parallel=1, budget=20, name="reference", column=COLUMN, view=None
 ):
-    return rank0.Rank0(
+    return rank0.ScorerRank0(
         MegatronConfig(tokens_per_micro_batch=budget, layout=Layout(data_parallel=data_parallel)),
         column,
         SidecarWriter(paths, f"{name}-0", {}),
@@ -72,7 +75,7 @@ def score(paths, tmp_path, scorer=None):
     with EventWriter(tmp_path / "events" / "reference-0.jsonl", "reference", 0) as events:
         mine = open_rank0(paths, events)
         with finished_when(paths, lambda: not mine._writer.pending() and not mine._unsent):
-            loop.run(SoloWorld(), scorer, Reader(paths), mine, Sight(Reader(paths), None))
+            loop.run(SoloWorld(), scorer, Reader(paths), mine, StepMedia(Reader(paths), None))
         mine.close()
     return scorer
 
@@ -88,10 +91,10 @@ class finished_when:  # noqa: N801 - reads as a statement
         self.thread.start()
 
     def watch(self):
-        with Sequencer(self.paths, prompts_per_step=4, position=None) as sequencer:
+        with sequencer(self.paths) as seq:
             while not self.over.wait(0.02):
                 if self.done():
-                    sequencer.finish()
+                    seq.finish()
                     return
 
     def __exit__(self, *_):
@@ -99,21 +102,19 @@ class finished_when:  # noqa: N801 - reads as a statement
         self.thread.join(10)
 
 
-def sidecars(paths):
-    return [r for r in read_log(paths.log("reference-0")) if r.kind is RecordKind.SIDE]
+def parents(paths, name):
+    """Shards that a role has widened, one after the other."""
+    return [r.parent for r in read_log(paths.log(f"{name}-0")) if r.kind is RecordKind.SIDE]
 
 
-def planned_rows(paths):
+def planned_rows(paths, *needs):
     """All trajectories of three batches, as the actor reads them."""
-    sequencer = Sequencer(paths, prompts_per_step=4, position=None, needs=("reference",))
-    with sequencer:
-        records = [whole_batch(sequencer, step, timeout_s=5) for step in (1, 2, 3)]
-        reader = Reader(paths)
-        return [t for r in records for t in reader.rows(r, range(r.num_trajectories))]
+    with sequencer(paths, needs=needs) as seq:
+        return rows_of(paths, *(batch(seq, step) for step in (1, 2, 3)))
 
 
 def assert_every_row_scored(paths):
-    rows = planned_rows(paths)
+    rows = planned_rows(paths, "reference")
     assert len(rows) == GROUPS * SIBLINGS
     for row in rows:
         assert np.array_equal(row.columns["ref_logprobs"], -row.token_ids.astype(np.float32))
@@ -131,11 +132,10 @@ def test_every_committed_row_gets_the_logprobs_of_its_own_tokens(paths, tmp_path
 def test_a_restarted_task_scores_what_is_left_and_nothing_twice(paths, tmp_path):
     with pytest.raises(KeyError, match="killed"):
         score(paths, tmp_path, Echo(fail_after=1))
-    done = {record.parent for record in sidecars(paths)}
-    assert 0 < len(done) < GROUPS // 2
+    assert 0 < len(parents(paths, "reference")) < GROUPS // 2
     score(paths, tmp_path)
-    parents = [record.parent for record in sidecars(paths)]
-    assert len(parents) == len(set(parents)) == GROUPS // 2
+    done = parents(paths, "reference")
+    assert len(done) == len(set(done)) == GROUPS // 2
     assert_every_row_scored(paths)
 
 
@@ -150,8 +150,8 @@ def test_ranks_share_the_rows_and_one_of_them_writes(paths, tmp_path):
                 world,
                 scorers[number],
                 Reader(paths),
-                mine if number == 0 else loop.OtherRank(),
-                Sight(Reader(paths), None),
+                mine if number == 0 else Duties(),
+                StepMedia(Reader(paths), None),
             )
 
         threads = [threading.Thread(target=rank, args=(n,), daemon=True) for n in range(2)]
@@ -185,10 +185,9 @@ def test_a_full_file_system_delays_and_loses_nothing(paths, tmp_path, monkeypatc
 
 def test_ranks_hear_from_rank_0_while_there_is_nothing_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(rank0, "SIGN_OF_LIFE_S", 0.1)
-    paths = BusPaths(tmp_path / "bus")
-    layout.create(paths, PRODUCERS, {}, sidecar_writers={"reference-0": "reference"})
+    paths = make_bus(tmp_path, writers=WRITERS)
     with EventWriter(tmp_path / "events" / "reference-0.jsonl", "reference", 0) as events:
-        found = open_rank0(paths, events).next_round()
+        found = open_rank0(paths, events).next_task(0, Timers())
     assert found.parts == [] and found.micro_batches == [[]]
 
 
@@ -209,3 +208,92 @@ def test_the_reference_in_the_actor_is_renewed_at_its_steps():
     never = Reference(trainer, refresh_every=0)
     never.end_step(3)
     assert trainer.renewed == 2
+
+
+# teachers, each of which writes what it is to teach
+
+
+class Prompts:
+    """Those of the other prompts are the row's number, over and over, and longer than its own."""
+
+    def __getitem__(self, index):
+        return np.full(5, index, np.int32)
+
+
+class Told(Echo):
+    """Logprobs of a token are the one before it, negated, and 1000 times the first one."""
+
+    def forward_logprobs(self, trajectories, micro_batches):
+        assert not any(row.loss_mask[:5].any() for row in trajectories)
+        super().forward_logprobs(trajectories, micro_batches)
+        return [
+            np.append(0, -row.token_ids[:-1] - 1000.0 * row.token_ids[0]).astype("f4")
+            for row in trajectories
+        ]
+
+
+def teach(paths, tmp_path, name, scorer=None, prompts=None):
+    """Lets a teacher score until everything there is has been scored."""
+    scorer, view = scorer or Echo(), ScoringView(HAS[name], prompts and prompts.__getitem__)
+    with EventWriter(tmp_path / "events" / f"{name}-0.jsonl", name, 0) as events:
+        mine = open_rank0(paths, events, name=name, column=TAUGHT[name == "two"], view=view)
+        next_task = mine.next_task
+        mine.next_task = lambda *given: next_task(*given) if mine._writer.pending() else None
+        loop.run(SoloWorld(), scorer, Reader(paths), mine, StepMedia(Reader(paths), None))
+        mine.close()
+    return scorer
+
+
+def test_each_teacher_scores_its_own_prompts_and_a_row_has_the_values_of_its_teacher(
+    paths, tmp_path
+):
+    one, two = (teach(paths, tmp_path, name) for name in ("one", "two"))
+    assert (one.rows, two.rows) == (GROUPS // 3 * SIBLINGS, GROUPS * 2 // 3 * SIBLINGS)
+    rows = planned_rows(paths, "teacher", "teacher_2")
+    assert len(rows) == GROUPS * SIBLINGS
+    for row in rows:
+        names = TAUGHT[::-1] if row.guid % 3 else TAUGHT
+        mine, others = (row.columns[name.split("/")[1]] for name in names)
+        assert np.array_equal(mine, -row.token_ids.astype("f4")) and np.isnan(others).all()
+        found = of_its_teacher(row, TAUGHT).columns
+        assert np.array_equal(found["teacher_logprobs"], mine)
+        assert "teacher_logprobs_2" not in found and "rollout_logprobs" in found
+
+
+def test_a_killed_teacher_goes_on_where_it_was_and_nothing_is_scored_twice(paths, tmp_path):
+    teach(paths, tmp_path, "one")
+    with pytest.raises(KeyError, match="killed"):
+        teach(paths, tmp_path, "two", Echo(fail_after=1))
+    assert 0 < len(parents(paths, "two")) < GROUPS // 2
+    teach(paths, tmp_path, "two")
+    done = parents(paths, "two")
+    assert len(done) == len(set(done)) == GROUPS // 2
+    for row in planned_rows(paths, "teacher", "teacher_2"):
+        found = of_its_teacher(row, TAUGHT).columns["teacher_logprobs"]
+        assert np.array_equal(found, -row.token_ids.astype("f4"))
+
+
+def test_a_privileged_teacher_sees_the_response_behind_a_prompt_of_its_own(paths, tmp_path):
+    teach(paths, tmp_path, "one", Told(), Prompts())
+    teach(paths, tmp_path, "two")
+    taught = [row for row in planned_rows(paths, "teacher", "teacher_2") if row.guid % 3 == 0]
+    for row in taught:
+        ids, n, told = row.token_ids.astype("f8"), row.prompt_len, row.prompt_index
+        before = np.append(told, ids[n:-1])  # the other prompt's last token, then its own
+        found = row.columns["teacher_logprobs"]
+        assert found[:n].tolist() == [0] * n
+        np.testing.assert_array_equal(found[n:], (-before - 1000.0 * told).astype("f4"))
+
+
+def test_another_prompt_leaves_the_response_as_it_is(paths, tmp_path):
+    teach(paths, tmp_path, "one")
+    teach(paths, tmp_path, "two")
+    row = planned_rows(paths, "teacher", "teacher_2")[0]
+    assert behind(None, row) is row
+    for length in (1, 3, 9):
+        seen = behind(np.arange(length, dtype=np.int32), row)
+        assert seen.token_ids.tolist() == [*range(length), *row.token_ids[row.prompt_len :]]
+        assert seen.loss_mask.tolist() == [0] * length + [1] * 4 and seen.prompt_len == length
+        scored = of_own(row, np.arange(len(seen.token_ids), dtype=np.float32))
+        assert scored[row.prompt_len :].tolist() == [*range(length, length + 4)]
+        assert len(scored) == len(row.token_ids)

@@ -1,93 +1,46 @@
+"""Shards: what is put in comes back, damage is found, and only what is asked for is read."""
+
 import os
 import struct
 from pathlib import Path
 
 import crc32c
 import h5py
+import hdf5plugin  # noqa: F401 - stock h5py reads zstd through it
 import numpy as np
 import pytest
 from bus_fixtures import group, same, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.bus.shards import shard_write
-from relax_hpc.bus.shards.encode import from_columns, to_columns
-from relax_hpc.bus.shards.shard import Shard
-from relax_hpc.bus.shards.shard_format import BLOCK, HEADER
+from relax_hpc.bus.shards import media, shard_write
+from relax_hpc.bus.shards.encode import from_columns, gather, to_columns
+from relax_hpc.bus.shards.shard import HEAD_READ, Memory, Shard
+from relax_hpc.bus.shards.shard_format import BLOCK, CODEC, HEADER
 from relax_hpc.bus.tools import show
 from relax_hpc.errors import BusError
-from relax_hpc.schema import COLUMNS, OFFSETS, FinishReason, PromptGroup, columns_of
+from relax_hpc.schema import (
+    COLUMNS,
+    NO_EXPERT,
+    OFFSETS,
+    MediaKind,
+    Medium,
+    PromptGroup,
+    columns_of,
+)
 
-ATTRIBUTES = {"producer": "rollout-0", "fence": 1, "seq": 4, "run": "test", "parent": ""}
+ATTRIBUTES = {
+    "producer": "rollout-0", "fence": 1, "seq": 4, "run": "test", "role": "rollout", "parent": "",
+}  # fmt: skip
+EXPERTS = "ragged/routed_experts"
+WIDTH = 6
+HOLDING_TOGETHER = ("ragged/media_ref", "row/sibling", "row/segment", "row/prompt_len")
+"""Columns of which reading makes use."""
 
 
 def write(path, groups):
     columns = to_columns(groups)
     return columns, shard_write.write(path, columns, ATTRIBUTES)
-
-
-lengths = st.tuples(st.integers(0, 9), st.integers(0, 9))
-ragged_groups = st.lists(st.lists(lengths, min_size=1, max_size=4), min_size=1, max_size=5)
-
-
-def build(shape):
-    return [
-        PromptGroup(
-            guid, [trajectory(guid, s, prompt=p, response=r) for s, (p, r) in enumerate(siblings)]
-        )
-        for guid, siblings in enumerate(shape)
-    ]
-
-
-@given(ragged_groups)
-@settings(max_examples=40, deadline=None)
-def test_any_ragged_shape_comes_back_exactly_and_stock_h5py_reads_the_same(tmp_path_factory, shape):
-    groups = build(shape)
-    path = tmp_path_factory.mktemp("shard") / "s.h5"
-    columns, info = write(path, groups)
-    rows = [t for g in groups for t in g.trajectories]
-    with Shard(path) as shard, h5py.File(path, "r", locking=False) as stock:
-        assert shard.info == info
-        for name, values in columns.items():
-            assert shard.read(name).dtype == values.dtype == stock[name].dtype
-            np.testing.assert_array_equal(shard.read(name), values)
-            np.testing.assert_array_equal(stock[name][...], values)
-        assert stock.attrs["n_samples"] == len(rows)
-        assert stock.attrs["shard_uuid"] == info.uuid
-        assert stock.attrs["seq"] == 4
-        assert all(map(same, from_columns(shard.read_span(0, len(rows))), rows))
-        for i, row in enumerate(rows):
-            assert same(from_columns(shard.read_span(i, i + 1))[0], row)
-    path.unlink()
-
-
-def read_with_stock_tools(path):
-    """All a stranger needs: h5py and docs/bus.md."""
-    rows = []
-    with h5py.File(path, "r", locking=False) as file:
-        tokens, runs = file["index/offsets"][:], file["index/offsets__runs"][:]
-        for i in range(file.attrs["n_samples"]):
-            lo, hi = tokens[i], tokens[i + 1]
-            row = {name: file[f"row/{name}"][i] for name in file["row"]}
-            for name in ("token_ids", "loss_mask", "rollout_logprobs"):
-                row[name] = file[f"ragged/{name}"][lo:hi]
-            row["version_runs"] = file["ragged/version_runs"][runs[i] : runs[i + 1]]
-            rows.append(row)
-    return rows
-
-
-def test_a_reader_of_ten_lines_of_h5py_gets_every_trajectory(tmp_path):
-    groups = [group(5), group(9, response=0)]
-    write(tmp_path / "s.h5", groups)
-    found = read_with_stock_tools(tmp_path / "s.h5")
-    assert len(found) == 4
-    for row, t in zip(found, (t for g in groups for t in g.trajectories), strict=True):
-        assert (row["guid"], row["sibling"], row["seed"]) == (t.guid, t.sibling, t.seed)
-        assert row["rewards"] == t.reward
-        assert row["response_len"] == len(t.token_ids) - t.prompt_len
-        assert row["token_ids"].tolist() == t.token_ids.tolist()
-        assert row["rollout_logprobs"].tobytes() == t.columns["rollout_logprobs"].tobytes()
-        assert row["version_runs"].tolist() == t.version_runs.tolist()
 
 
 def test_a_shard_holds_every_required_column_of_the_schema(tmp_path):
@@ -100,7 +53,8 @@ def test_large_columns_begin_on_a_page_and_others_where_the_last_one_ended(tmp_p
     around = []
     for tokens, of_pages in ((9, []), (9_000, []), (300_000, ["token_ids", "rollout_logprobs"])):
         path = tmp_path / f"{tokens}.h5"
-        columns, info = write(path, build([[(tokens, 0)]]))
+        row = trajectory(0, 0, prompt=tokens, response=0)
+        columns, info = write(path, [PromptGroup(0, [row])])
         with Shard(path) as shard:
             assert not any(shard.fields[f"ragged/{name}"].offset % 4096 for name in of_pages)
         around.append(info.length - sum(values.nbytes for values in columns.values()))
@@ -165,24 +119,6 @@ def flip(path, at, bit=3):
     path.write_bytes(data)
 
 
-@given(st.data())
-@settings(max_examples=100, deadline=None)
-def test_any_flipped_bit_or_truncation_is_an_error_never_data(tmp_path_factory, data):
-    path = tmp_path_factory.mktemp("damage") / "s.h5"
-    write(path, [group(3, response=300), group(4)])
-    with Shard(path) as shard:
-        spans = [(f.offset, f.nbytes) for f in shard.fields.values() if f.nbytes]
-    header = HEADER.unpack_from(path.read_bytes())
-    spans.append((0, HEADER.size + header[6] + 4 * header[7]))
-    if data.draw(st.booleans(), "truncate"):
-        os.truncate(path, data.draw(st.integers(0, path.stat().st_size - 1)))
-    else:
-        offset, size = data.draw(st.sampled_from(spans))
-        flip(path, offset + data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 7)))
-    with pytest.raises(BusError, match=r"s\.h5"), Shard(path) as shard:
-        shard.verify()
-
-
 def newer_format(path):
     data = bytearray(path.read_bytes())
     struct.pack_into("<I", data, 8, 3)
@@ -211,19 +147,14 @@ def test_what_is_wrong_with_a_file_is_said_with_its_path(tmp_path, damage, messa
         show.shard(path)
 
 
-def test_an_hdf5_file_of_someone_else_is_called_foreign(tmp_path):
-    with h5py.File(tmp_path / "other.h5", "w") as file:
-        file["row/guid"] = np.arange(3)
-    with pytest.raises(BusError, match="is not a shard"):
-        show.shard(tmp_path / "other.h5")
-
-
 def test_columns_of_another_dtype_or_length_are_refused(tmp_path):
     columns = to_columns([group(0)])
     for name, values in [
         ("row/guid", columns["row/guid"].astype(np.int32)),
         ("ragged/loss_mask", columns["ragged/loss_mask"][:-1]),
         ("row/unheard_of", columns["row/guid"]),
+        ("row/guid", columns["row/guid"][:-1]),
+        ("index/offsets__runs", columns["index/offsets__runs"][:-1]),
     ]:
         with pytest.raises(BusError, match=name):
             shard_write.write(tmp_path / "s.h5", {**columns, name: values}, ATTRIBUTES)
@@ -278,16 +209,341 @@ def test_show_prints_attributes_columns_and_rows(tmp_path):
     assert any(line.split() == ["producer", "rollout-0"] for line in text)
     logprobs = next(line for line in text if line.startswith("ragged/rollout_logprobs"))
     assert logprobs.split()[1:5] == ["float32", "14", "56", "rollout"]
-    assert text[-1].split() == [
-        "1",
-        "41000000",
-        "1",
-        "0",
-        "1",
-        "0",
-        "6",
-        "6",
-        "3",
-        "4",
-        FinishReason.STOP.name.lower(),
+    assert text[-1].split() == ["1", "41000000", "1", "0", "1", "0", "6", "6", "3", "4", "stop"]
+
+
+# media, routed experts and compressed columns: large, shared, and read only when asked for
+
+
+def image(seed, size=5000, kind=MediaKind.JPEG):
+    data = np.random.default_rng(seed).integers(0, 256, size).astype(np.uint8)
+    frames = tuple(range(0, 3 * (seed % 3), 3))
+    return Medium(kind, data, (1, seed % 7, 3), bytes([seed + 1] * 16), frames, 0.5 * len(frames))
+
+
+def experts(guid, sibling, prompt, response, *, own_prompt=False):
+    shared = np.random.default_rng([guid, 99, sibling if own_prompt else 0])
+    own = np.random.default_rng([guid, sibling])
+    parts = [shared.integers(0, 128, (prompt, WIDTH)), own.integers(0, 128, (response, WIDTH))]
+    return np.concatenate(parts).astype(np.int16)
+
+
+def rich(guid, siblings, *, prompt=3, shown=(), own_prompt=(), more=None):
+    """A prompt group with media and routed experts; responses of the given lengths.
+
+    `more` is, by sibling, the (prompt, response) lengths of the further sequences of its episode.
+    """
+    rows = []
+    for sibling, response in enumerate(siblings):
+        t = trajectory(guid, sibling, prompt=prompt, response=response)
+        own = sibling in own_prompt
+        routed = experts(guid, sibling, prompt, response, own_prompt=own)
+        spans = [(n, n, 1) for n in range(min(len(shown), prompt))]
+        spans = np.array(spans, np.int32).reshape(-1, 3)
+        rows.append(t._replace(media=tuple(shown), media_spans=spans, routed_experts=routed))
+        for segment, (before, after) in enumerate((more or {}).get(sibling, ()), start=1):
+            t = trajectory(guid, sibling, segment=segment, prompt=before, response=after)
+            # Begins as the group's prompt does, as far as it goes.
+            routed = experts(guid, sibling, before, after, own_prompt=before % 2)
+            rows.append(t._replace(routed_experts=routed))
+    return PromptGroup(guid, rows)
+
+
+def rows_of(groups):
+    return [t for g in groups for t in g.trajectories]
+
+
+def equal(a, b):
+    """`bus_fixtures.same` for what lies one level deeper."""
+    media_equal = len(a.media) == len(b.media) and all(map(same, a.media, b.media))
+    return media_equal and same(a._replace(media=()), b._replace(media=()))
+
+
+shapes = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 6), min_size=1, max_size=4),  # responses
+        st.integers(0, 5),  # prompt
+        st.lists(st.integers(0, 3), max_size=3),  # which media
+        st.sets(st.integers(0, 3)),  # siblings whose prompt took another way
+        st.dictionaries(  # sibling -> (prompt, response) of further sequences
+            st.integers(0, 3), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), max_size=2)
+        ),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(shapes, st.booleans(), st.data())
+@settings(max_examples=80, deadline=None)
+def test_media_and_experts_of_any_shape_come_back_whole_and_in_any_span(
+    tmp_path_factory, shape, packed, data
+):
+    groups = [
+        rich(
+            guid,
+            responses,
+            prompt=prompt,
+            shown=[image(s, 40 * s) for s in shown],
+            own_prompt=own,
+            more=more,
+        )
+        for guid, (responses, prompt, shown, own, more) in enumerate(shape)
     ]
+    rows = rows_of(groups)
+    path = tmp_path_factory.mktemp("media") / "s.h5"
+    compress = {EXPERTS} if packed else ()
+    info = shard_write.write(path, gather(groups), ATTRIBUTES, compress=compress)
+    lo = data.draw(st.integers(0, len(rows)))
+    hi = data.draw(st.integers(lo, len(rows)))
+    columns = to_columns(groups)
+    with Shard(path) as shard, h5py.File(path, "r", locking=False) as stock:
+        assert shard.info == info
+        assert [stock.attrs[name] for name in ("n_samples", "shard_uuid", "seq")] == [
+            len(rows), info.uuid, 4,
+        ]  # fmt: skip
+        for name, values in columns.items():
+            np.testing.assert_array_equal(shard.read(name), values)
+            np.testing.assert_array_equal(stock[name][...], values)
+            assert shard.read(name).dtype == values.dtype == stock[name].dtype
+        assert shard.fields[EXPERTS].codec == (CODEC if packed else "")
+        found = from_columns(shard.read_span(lo, hi))
+    assert len(found) == hi - lo
+    assert all(map(equal, found, rows[lo:hi]))
+
+
+def test_a_prompt_shared_by_its_siblings_is_stored_once(tmp_path):
+    groups = [rich(0, [4, 2, 5], prompt=100), rich(1, [1, 1], prompt=50, own_prompt={1})]
+    columns = to_columns(groups)
+    # 100 + 4, then 2 and 5 without the prompt; the last sibling went its own way through it.
+    assert np.diff(columns[OFFSETS["routed"]]).tolist() == [104, 2, 5, 51, 51]
+    assert columns[EXPERTS].shape == (213, WIDTH)
+
+
+def test_each_sequence_of_an_episode_gets_back_the_experts_of_its_own_prompt(tmp_path):
+    groups = [
+        rich(0, [4], prompt=6, more={0: [(6, 2), (9, 3)]}),
+        rich(1, [1, 2], more={1: [(8, 1)]}),
+    ]
+    columns = to_columns(groups)
+    # 6 + 4, then 2 of a prompt that went the same way, and a longer one whole; then the next group.
+    assert np.diff(columns[OFFSETS["routed"]]).tolist() == [10, 2, 12, 4, 2, 9]
+    shard_write.write(tmp_path / "s.h5", gather(groups), ATTRIBUTES)
+    rows = rows_of(groups)
+    with Shard(tmp_path / "s.h5") as shard:
+        for lo in range(len(rows)):
+            for hi in range(lo + 1, len(rows) + 1):
+                found = from_columns(shard.read_span(lo, hi))
+                assert all(map(equal, found, rows[lo:hi])) and len(found) == hi - lo
+
+
+def test_a_row_without_experts_among_others_has_none_for_every_token():
+    first, other = rich(3, [2, 2]).trajectories
+    bare = first._replace(routed_experts=None)
+    for rows in ([first, other._replace(routed_experts=None)], [bare, other]):
+        found = from_columns(to_columns([PromptGroup(3, rows)]))
+        for row, before in zip(found, rows, strict=True):
+            experts = before.routed_experts
+            if experts is None:
+                experts = np.full((len(row.token_ids), first.routed_experts.shape[1]), NO_EXPERT)
+            assert np.array_equal(row.routed_experts, experts)
+
+
+def test_experts_of_only_some_tokens_are_refused():
+    row = rich(3, [2]).trajectories[0]
+    short = row._replace(routed_experts=row.routed_experts[:-1])
+    with pytest.raises(BusError, match=r"trajectory 3/0: routed experts of every token"):
+        gather([PromptGroup(3, [short])])
+
+
+def test_an_image_shown_by_sixteen_rows_is_stored_once_and_hashes_as_before(tmp_path):
+    one, other = image(1, 3 * BLOCK // 2), image(2)
+    again = one._replace(data=one.data.copy())
+    groups = [rich(0, [1] * 16, shown=[one]), rich(1, [1] * 2, shown=[other, again])]
+    path = tmp_path / "s.h5"
+    info = shard_write.write(path, gather(groups), ATTRIBUTES)
+    assert info.length < one.data.nbytes + other.data.nbytes + 100_000
+    with Shard(path) as shard:
+        assert shard.fields["media/kind"].shape == (2,)
+        span = shard.read_span(0, 18)
+        found = from_columns(span)
+    assert found[0].media[0].data is found[15].media[0].data
+    for row in found[:16]:
+        assert media.digest(row.media[0].data) == media.digest(one.data)
+    assert [m.data.tobytes() for m in found[17].media] == [
+        other.data.tobytes(),
+        one.data.tobytes(),
+    ]
+    assert bytes(span["media/xxh3"][0]) == media.digest(one.data)
+
+
+def test_digest_is_the_xxh3_128_that_other_languages_compute():
+    # From the reference implementation: XXH128 of the empty input, seed 0.
+    assert media.digest(np.zeros(0, np.uint8)).hex() == "99aa06d3014798d86001c324468d497f"
+
+
+class ReadBytes:
+    """Counts what os.preadv is asked for, by place in the file."""
+
+    def __init__(self, monkeypatch):
+        self.spans = []
+        real = os.preadv
+
+        def counted(fd, buffers, offset, *flags):
+            got = real(fd, buffers, offset, *flags)
+            self.spans.append((offset, offset + got))
+            return got
+
+        monkeypatch.setattr(os, "preadv", counted)
+
+    def touching(self, field):
+        lo, hi = field.offset, field.offset + field.nbytes
+        return sum(max(0, min(b, hi) - max(a, lo)) for a, b in self.spans)
+
+
+def test_a_reader_that_does_not_want_media_or_experts_touches_none_of_their_bytes(
+    tmp_path, monkeypatch
+):
+    groups = [rich(g, [3] * 4, shown=[image(g, BLOCK)]) for g in range(4)]
+    shard_write.write(tmp_path / "s.h5", gather(groups), ATTRIBUTES)
+    read = ReadBytes(monkeypatch)
+    with Shard(tmp_path / "s.h5") as shard:
+        pixels = shard.fields[media.BYTES]
+        found = from_columns(shard.read_span(0, 16, columns_of("rollout")))
+        assert read.touching(pixels) <= HEAD_READ < pixels.nbytes  # the header's read may overlap
+        assert sum(b - a for a, b in read.spans) < 2 * HEAD_READ
+        assert all(not t.media and t.routed_experts is None for t in found)
+        read.spans.clear()
+        one = from_columns(shard.read_span(9, 10))[0]
+        # One of four media, between the edges of the blocks that are checked.
+        assert BLOCK <= read.touching(pixels) <= 2 * BLOCK
+    assert equal(one, rows_of(groups)[9])
+
+
+def test_media_columns_can_be_read_without_the_bytes(tmp_path):
+    groups = [rich(g, [1, 1], shown=[image(g), image(7)]) for g in range(3)]
+    shard_write.write(tmp_path / "s.h5", gather(groups), ATTRIBUTES)
+    with Shard(tmp_path / "s.h5") as shard:
+        span = shard.read_span(2, 4, ["ragged/media_ref", "media/grid_thw"])
+    assert span["media/grid_thw"].tolist() == [[1, 0, 3], [1, 1, 3]]  # of image 7, then image 1
+    assert span["ragged/media_ref"].tolist() == [1, 0, 1, 0]
+    assert media.BYTES not in span
+
+
+def test_columns_that_are_always_there_must_be_and_optional_ones_may_be_missing(tmp_path):
+    shard_write.write(tmp_path / "s.h5", gather([group(0)]), ATTRIBUTES)
+    with Shard(tmp_path / "s.h5") as shard:
+        span = shard.read_span(0, 1, ["row/guid", EXPERTS, media.BYTES])
+        assert set(span) == {"row/guid"}
+        with pytest.raises(BusError, match="has no column ragged/ref_logprobs"):
+            shard.read_span(0, 1, ["ragged/ref_logprobs"])
+
+
+def test_memory_used_again_gives_the_same_and_is_the_same(tmp_path):
+    groups = [rich(g, [3] * 4, shown=[image(g, BLOCK)]) for g in range(3)]
+    shard_write.write(tmp_path / "s.h5", gather(groups), ATTRIBUTES)
+    memory, rows, places = Memory(), rows_of(groups), []
+    for _ in range(3):
+        memory.reset()
+        with Shard(tmp_path / "s.h5", memory=memory) as shard:
+            span = shard.read_span(0, 12)
+        assert all(map(equal, from_columns(span), rows))
+        places.append(span[media.BYTES].ctypes.data)
+    assert places[1] == places[2]
+
+
+def sidecar(tokens, rows=None, **more):
+    offsets = np.arange(0, tokens + 1, 7, dtype=np.int64) if rows is None else rows
+    logprobs = np.linspace(-3, 0, tokens, dtype=np.float32)
+    return {"index/offsets": offsets, "ragged/ref_logprobs": logprobs, **more}
+
+
+def test_a_sidecar_holds_only_its_columns_and_fills_the_rows_they_widen(tmp_path):
+    attributes = {"role": "reference", "parent": "ab" * 16}
+    groups = [group(0), group(1)]  # 4 rows of 7 tokens
+    shard_write.write(tmp_path / "base.h5", gather(groups), ATTRIBUTES)
+    info = shard_write.write(tmp_path / "side.h5", sidecar(28), attributes)
+    assert (info.rows, info.tokens) == (4, 28)
+    with Shard(tmp_path / "base.h5") as base, Shard(tmp_path / "side.h5") as side:
+        assert side.attributes["parent"] == "ab" * 16
+        found = from_columns(base.read_span(1, 3) | side.read_span(1, 3))
+    expected = np.linspace(-3, 0, 28, dtype=np.float32)
+    assert found[1].columns["ref_logprobs"].tobytes() == expected[14:21].tobytes()
+    assert "teacher_logprobs" not in found[1].columns
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (sidecar(28) | {"ragged/ref_logprobs": np.zeros(28)}, "float64 given.* says float32"),
+        (sidecar(28) | {"ragged/ref_logprobs": np.zeros(27, np.float32)}, r"\(27,\), 28 x 1"),
+        (sidecar(28) | {"row/guid": np.zeros(4, np.int64)}, "written by rollout, .*of role refer"),
+        (sidecar(28, np.array([0, 9, 7, 28])), "offsets begin with 0 and never fall"),
+        (sidecar(28, np.array([3, 28])), "offsets begin with 0 and never fall"),
+        ({"ragged/ref_logprobs": np.zeros(1, np.float32)}, "lack index/offsets"),
+    ],
+)
+def test_a_sidecar_of_another_dtype_length_or_writer_is_refused(tmp_path, columns, message):
+    with pytest.raises(BusError, match=message):
+        shard_write.write(tmp_path / "side.h5", columns, {"role": "reference"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def compressed(path):
+    """Experts of 2.3 MiB: several chunks."""
+    groups = [rich(0, [100_000, 100_000], prompt=9)]
+    shard_write.write(path, gather(groups), ATTRIBUTES, compress={EXPERTS})
+    return groups
+
+
+def test_compression_takes_less_room_and_needs_the_newer_format(tmp_path):
+    groups = compressed(tmp_path / "packed.h5")
+    shard_write.write(tmp_path / "plain.h5", gather(groups), ATTRIBUTES)
+    sizes = {name: (tmp_path / f"{name}.h5").stat().st_size for name in ("packed", "plain")}
+    assert sizes["plain"] - sizes["packed"] > to_columns(groups)[EXPERTS].nbytes * 0.45
+    formats = [HEADER.unpack_from((tmp_path / f"{name}.h5").read_bytes())[1] for name in sizes]
+    assert formats == [2, 1]
+    with Shard(tmp_path / "packed.h5") as shard:
+        assert not shard.fields["row/guid"].codec
+        assert all(map(equal, from_columns(shard.read_span(0, 2)), rows_of(groups)))
+        assert all(map(equal, from_columns(shard.read_span(1, 2)), rows_of(groups)[1:]))
+
+
+@given(st.booleans(), st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_flipped_bit_or_truncation_is_an_error_never_data(tmp_path_factory, packed, data):
+    path = tmp_path_factory.mktemp("damage") / "s.h5"
+    if packed:
+        compressed(path)
+        with h5py.File(path, "r", locking=False) as stock:
+            column = stock[EXPERTS].id
+            chunks = [column.get_chunk_info(i) for i in range(column.get_num_chunks())]
+        assert len(chunks) > 2
+        spans = [(chunk.byte_offset, chunk.size) for chunk in chunks]
+    else:
+        write(path, [group(3, response=300), group(4)])
+        with Shard(path) as shard:
+            spans = [(f.offset, f.nbytes) for f in shard.fields.values() if f.nbytes]
+        header = HEADER.unpack_from(path.read_bytes())
+        spans.append((0, HEADER.size + header[6] + 4 * header[7]))
+    if data.draw(st.booleans(), "truncate"):
+        os.truncate(path, data.draw(st.integers(0, path.stat().st_size - 1)))
+    else:
+        offset, size = data.draw(st.sampled_from(spans))
+        flip(path, offset + data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 7)))
+    with pytest.raises(BusError, match=r"s\.h5: is "), Shard(path) as shard:
+        shard.verify()
+
+
+def test_every_dtype_of_the_schema_survives_at_its_extremes(tmp_path):
+    columns = to_columns([rich(0, [2, 3], shown=[image(0)])])
+    columns = {name: values.copy() for name, values in columns.items()}
+    for name, values in columns.items():
+        if name not in COLUMNS or name in HOLDING_TOGETHER:
+            continue
+        info = np.finfo(values.dtype) if values.dtype.kind == "f" else np.iinfo(values.dtype)
+        values.reshape(-1)[0], values.reshape(-1)[-1] = info.min, info.max
+    shard_write.write(tmp_path / "s.h5", columns, ATTRIBUTES, compress={"ragged/token_ids"})
+    with Shard(tmp_path / "s.h5") as shard:
+        for name, values in columns.items():
+            assert shard.read(name).tobytes() == values.tobytes(), name

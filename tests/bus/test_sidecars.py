@@ -1,33 +1,29 @@
 """Columns that other roles add: same rows, own shards, first one wins."""
 
+import bus_fixtures
 import numpy as np
 import pytest
-from bus_fixtures import PRODUCERS, SIBLINGS, group, produce, whole_batch
+from bus_fixtures import SIBLINGS, P, batch, group, make_bus, produce, produce_all, rows_of
 
 from relax_hpc.bus import layout, log
 from relax_hpc.bus.log import RecordKind, read_log
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
-from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.shards.shard_format import DTYPES
 from relax_hpc.bus.sidecar import SidecarWriter
 from relax_hpc.errors import BusError, DamagedError, FencedError, PeerTimeoutError
-from relax_hpc.paths import BusPaths
 from relax_hpc.schema import COLUMNS, ROLES, Column
 
-P = 4
 WRITERS = {"reference-0": "reference", "reference-1": "reference", "critic-0": "critic"}
 
 
 @pytest.fixture
 def paths(tmp_path):
-    paths = BusPaths(tmp_path / "bus")
-    layout.create(paths, PRODUCERS, {}, sidecar_writers=WRITERS)
-    return paths
+    return make_bus(tmp_path, writers=WRITERS)
 
 
-def sequencer(paths, needs=("reference", "critic"), position=None):
-    return Sequencer(paths, prompts_per_step=P, position=position, needs=needs)
+def sequencer(paths, needs=("reference", "critic")):
+    return bus_fixtures.sequencer(paths, needs=needs)
 
 
 def ref_logprobs(shard, shift=0.0):
@@ -48,9 +44,9 @@ def widen(paths, name, **kwargs):
     return len(todo)
 
 
-def produce_all(paths, num_groups=P):
-    for rank, name in enumerate(PRODUCERS):
-        produce(paths, name, range(rank, num_groups, len(PRODUCERS)))
+def widen_all(paths):
+    for name in WRITERS:
+        widen(paths, name)
 
 
 def test_groups_may_come_as_late_as_they_like_but_not_the_columns_of_those_that_are_there(paths):
@@ -61,7 +57,7 @@ def test_groups_may_come_as_late_as_they_like_but_not_the_columns_of_those_that_
         polls.append(seq.lacks_groups())
         assert len(polls) < 500, "waits without end"
         if len(polls) == 10:  # each lasts longer than the patience
-            produce_all(paths)
+            produce_all(paths, P)
 
     with sequencer(paths) as seq, pytest.raises(PeerTimeoutError, match="reference-0 owes"):
         seq.next_portion(1, timeout_s=0.01, may_lack_groups=True, on_wait=produce_late)
@@ -69,14 +65,14 @@ def test_groups_may_come_as_late_as_they_like_but_not_the_columns_of_those_that_
 
 
 def test_a_batch_waits_for_the_columns_it_needs_and_comes_with_them(paths):
-    produce_all(paths)
+    produce_all(paths, P)
     with sequencer(paths) as seq:
         assert widen(paths, "reference-0") == 2  # the shards of rollout-0
         assert widen(paths, "critic-0") == 4
         with pytest.raises(PeerTimeoutError, match=r"reference-1 owes \[1, 3\] \(its log has 0"):
-            whole_batch(seq, 1, timeout_s=0)
+            batch(seq, 1)
         assert widen(paths, "reference-1") == 2
-        record = whole_batch(seq, 1, timeout_s=0)
+        record = batch(seq, 1)
         rows = Reader(paths).rows(record, [7, 0, 3])
     assert [(t.guid, t.sibling) for t in rows] == [(3, 1), (0, 0), (1, 1)]
     for trajectory in rows:
@@ -84,17 +80,16 @@ def test_a_batch_waits_for_the_columns_it_needs_and_comes_with_them(paths):
             trajectory.columns["ref_logprobs"], -trajectory.token_ids.astype(np.float32)
         )
         assert np.array_equal(trajectory.columns["values"], 2 * trajectory.columns["ref_logprobs"])
-        assert "old_logprobs" not in trajectory.columns
+        assert "teacher_logprobs" not in trajectory.columns
     with sequencer(paths) as seq:
-        assert whole_batch(seq, 1, timeout_s=0) == record
+        assert batch(seq, 1) == record
 
 
 def test_columns_that_are_not_asked_for_are_not_read(paths):
-    produce_all(paths)
-    for name in WRITERS:
-        widen(paths, name)
+    produce_all(paths, P)
+    widen_all(paths)
     with sequencer(paths) as seq:
-        record = whole_batch(seq, 1, timeout_s=0)
+        record = batch(seq, 1)
     (row,) = Reader(paths).rows(record, [0], columns=["ragged/values"])
     assert "values" in row.columns
     assert "ref_logprobs" not in row.columns
@@ -107,23 +102,22 @@ def test_only_writers_of_needed_columns_are_waited_for_and_read(paths):
     assert layout.roles_of(header, []) == ()
     needs = layout.roles_of(header, ["ragged/ref_logprobs"])
     assert needs == ("reference",)
-    produce_all(paths)
+    produce_all(paths, P)
     widen(paths, "reference-0")
     with sequencer(paths, needs=needs) as seq:
         with pytest.raises(PeerTimeoutError, match="reference-1 owes"):
-            whole_batch(seq, 1, timeout_s=0)
+            batch(seq, 1)
         widen(paths, "reference-1")
-        record = whole_batch(seq, 1, timeout_s=0)
+        record = batch(seq, 1)
     assert len(record.sidecars) == P
     assert all(list(roles) == ["reference"] for roles in record.sidecars.values())
 
 
 def test_a_sidecar_of_unneeded_columns_is_not_even_opened(paths):
-    produce_all(paths)
-    for name in WRITERS:
-        widen(paths, name)
+    produce_all(paths, P)
+    widen_all(paths)
     with sequencer(paths) as seq:
-        record = whole_batch(seq, 1, timeout_s=0)
+        record = batch(seq, 1)
     for seq in range(P):
         paths.shard("critic-0", 1, seq).unlink()
     rows = Reader(paths).rows(record, range(8), columns=["ragged/ref_logprobs"])
@@ -133,7 +127,7 @@ def test_a_sidecar_of_unneeded_columns_is_not_even_opened(paths):
 
 
 def test_the_first_sidecar_of_a_role_counts(paths):
-    produce_all(paths)
+    produce_all(paths, P)
     widen(paths, "reference-1")
     with SidecarWriter(paths, "reference-0", {}) as writer:
         for pending in writer.pending():
@@ -142,13 +136,13 @@ def test_the_first_sidecar_of_a_role_counts(paths):
             writer.put(pending, first)
             writer.put(pending, second)
     with sequencer(paths, needs=["reference"]) as seq:
-        record = whole_batch(seq, 1, timeout_s=0)
-    for row in Reader(paths).rows(record, range(8)):
+        record = batch(seq, 1)
+    for row in rows_of(paths, record):
         assert np.array_equal(row.columns["ref_logprobs"], -row.token_ids.astype(np.float32))
 
 
 def test_a_restarted_writer_knows_what_it_has_done(paths):
-    produce_all(paths)
+    produce_all(paths, P)
     with SidecarWriter(paths, "reference-0", {}) as writer:
         (one, other) = writer.pending()
         with writer.open(one) as shard:
@@ -163,25 +157,24 @@ def test_a_restarted_writer_knows_what_it_has_done(paths):
 
 
 def test_a_damaged_sidecar_is_made_again_and_the_run_goes_on(paths, caplog):
-    produce_all(paths)
+    produce_all(paths, P)
     for name in ("reference-0", "reference-1"):
         widen(paths, name)
     damaged = paths.shard("reference-0", 1, 0)
     damaged.write_bytes(damaged.read_bytes()[:100])
     with sequencer(paths, needs=["reference"]) as seq:
         with pytest.raises(PeerTimeoutError, match=r"reference-0 owes \[0\]"):
-            whole_batch(seq, 1, timeout_s=0)
+            batch(seq, 1)
         assert "is torn" in caplog.text
         assert "restart reference-0" in caplog.text
         assert widen(paths, "reference-0") == 1
-        record = whole_batch(seq, 1, timeout_s=0)
-    assert all("ref_logprobs" in row.columns for row in Reader(paths).rows(record, range(8)))
+        record = batch(seq, 1)
+    assert all("ref_logprobs" in row.columns for row in rows_of(paths, record))
 
 
 def test_owners_delete_sidecars_with_what_they_widen(paths):
-    produce_all(paths)
-    for name in WRITERS:
-        widen(paths, name)
+    produce_all(paths, P)
+    widen_all(paths)
     with SidecarWriter(paths, "reference-0", {}) as writer:
         assert writer.collect(1) == 1
         assert writer.collect(3) == 1
@@ -211,7 +204,7 @@ def test_what_is_known_of_shards_goes_with_them(paths):
 
 
 def test_columns_that_do_not_fit_are_refused_before_anything_is_written(paths):
-    produce_all(paths)
+    produce_all(paths, P)
     with SidecarWriter(paths, "reference-0", {}) as writer:
         pending = writer.pending()[0]
         with writer.open(pending) as shard:
@@ -244,12 +237,12 @@ def test_a_sidecar_with_the_rows_of_another_shard_is_not_taken(paths, caplog):
         sequencer(paths, needs=["reference"]) as seq,
         pytest.raises(PeerTimeoutError, match=r"reference-0 owes \[0\]"),
     ):
-        whole_batch(seq, 1, timeout_s=0)
+        batch(seq, 1)
     assert "is not the shard that record" in caplog.text
 
 
 def test_a_superseded_writer_is_fenced(paths):
-    produce_all(paths)
+    produce_all(paths, P)
     zombie = SidecarWriter(paths, "reference-0", {})
     pending = zombie.pending()[0]
     with zombie.open(pending) as shard:
@@ -259,8 +252,8 @@ def test_a_superseded_writer_is_fenced(paths):
 
 
 def test_needs_and_names_are_checked_at_the_start(paths):
-    with pytest.raises(BusError, match="need the columns of advantages, but no sidecar writer"):
-        sequencer(paths, needs=["advantages"])
+    with pytest.raises(BusError, match="need the columns of teacher, but no sidecar writer"):
+        sequencer(paths, needs=["teacher"])
     with pytest.raises(BusError, match="has no sidecar writer rollout-0"):
         SidecarWriter(paths, "rollout-0", {})
     with pytest.raises(BusError, match="has no producer reference-0"):
@@ -268,19 +261,19 @@ def test_needs_and_names_are_checked_at_the_start(paths):
 
 
 def test_groups_sampled_again_are_widened_again(paths):
-    produce_all(paths)
+    produce_all(paths, P)
     for name in ("reference-0", "reference-1"):
         widen(paths, name)
     paths.shard("rollout-0", 1, 0).unlink()
     with sequencer(paths, needs=["reference"]) as seq:
         with pytest.raises(PeerTimeoutError, match=r"rollout-0 owes \[0\]"):
-            whole_batch(seq, 1, timeout_s=0)
+            batch(seq, 1)
         with Producer(paths, "rollout-0", {}) as producer:
             producer.put([group(0, version=4)])
         with pytest.raises(PeerTimeoutError, match=r"reference-0 owes \[0\]"):
-            whole_batch(seq, 1, timeout_s=0)
+            batch(seq, 1)
         assert widen(paths, "reference-0") == 1
-        record = whole_batch(seq, 1, timeout_s=0)
+        record = batch(seq, 1)
     assert record.policy_version_min == 0
     assert Reader(paths).rows(record, [0])[0].policy_version_max == 4
 
@@ -296,9 +289,8 @@ def test_a_column_is_a_line_of_the_schema(paths, tmp_path, monkeypatch):
     for name, column in declared.items():
         monkeypatch.setitem(COLUMNS, name, column)
         monkeypatch.setitem(DTYPES, name, column.dtype)
-    paths = BusPaths(tmp_path / "judged")
-    layout.create(paths, PRODUCERS, {}, sidecar_writers={"judge-0": "judge"})
-    produce_all(paths)
+    paths = make_bus(tmp_path / "judged", writers={"judge-0": "judge"})
+    produce_all(paths, P)
     with SidecarWriter(paths, "judge-0", {"job": 7}) as writer:
         for pending in writer.pending():
             with writer.open(pending) as shard:
@@ -306,7 +298,7 @@ def test_a_column_is_a_line_of_the_schema(paths, tmp_path, monkeypatch):
             given = {"ragged/surprise": tokens / 2, "row/verdict": guids + 0.5}
             writer.put(pending, {k: v.astype(np.float32) for k, v in given.items()})
     with sequencer(paths, needs=("judge",)) as seq:
-        record = whole_batch(seq, 1, timeout_s=0)
+        record = batch(seq, 1)
     rows = Reader(paths).rows(record, [6, 1])
     assert [row.columns["verdict"] for row in rows] == [3.5, 0.5]
     for row in rows:

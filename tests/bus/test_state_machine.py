@@ -1,18 +1,16 @@
 """Anything that can happen to a bus, in any order, beside a model of what must be true of it."""
 
-import _pyio
-import io
 import itertools
 import os
 import shutil
 import tempfile
 from collections import Counter
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
-from bus_fixtures import SIBLINGS, group, judge
+from bus_fixtures import PRODUCERS, SIBLINGS, group, judge
+from deaths import Killed, death
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -36,57 +34,14 @@ from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.sidecar import SidecarWriter
 from relax_hpc.bus.staleness import staleness
 from relax_hpc.errors import BusError, DamagedError, PeerTimeoutError
-from relax_hpc.paths import BusPaths
+from relax_hpc.runtime.paths import BusPaths
 
 P, MAX_STALENESS, KEPT, MAX_STEPS, TOKENS = 2, 1, 2, 6, 7 * SIBLINGS
-PRODUCERS = ["rollout-0", "rollout-1"]
 WRITER = "reference-0"
 POISON = {"version": 9, "response": 6}
 """A repetition; it counts only if what it repeats does not."""
 FLAT = frozenset({1, 2, 5, 6, 7, 11, 12, 14})
 """Groups that teach nothing, where that is looked at."""
-CALLS = (
-    "open", "mkdir", "pwrite", "pwritev", "write", "fsync", "rename", "replace", "unlink",
-)  # fmt: skip
-WRITES = ("pwrite", "pwritev", "write")
-
-
-class Killed(BaseException):
-    """Not an Exception, so that nothing cleans up, as nothing does after a SIGKILL."""
-
-
-@contextmanager
-def death(nth):
-    """At the nth system call that opens or changes a file; a write gets half way. 0 is never."""
-    calls = 0
-
-    def deadly(name, real):
-        def call(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == nth and name in WRITES:
-                data = b"".join(args[1]) if name == "pwritev" else bytes(args[1])
-                half = data[: len(data) // 2]
-                real(args[0], [half] if name == "pwritev" else half, *args[2:])
-            if calls >= nth:  # and stays dead: whoever runs on meets it again
-                raise Killed(name)
-            return real(*args, **kwargs)
-
-        return call
-
-    def open_file(path, mode="r", *args, **kwargs):
-        opener = _pyio.open if "w" in mode else real_open
-        return opener(path, mode, *args, **kwargs)
-
-    real_open = io.open
-    with ExitStack() as stack:
-        if nth:
-            stack.enter_context(patch.object(io, "open", open_file))
-        for name in CALLS if nth else ():
-            stack.enter_context(patch.object(os, name, deadly(name, getattr(os, name))))
-        yield
-
-
 deaths = st.one_of(st.just(0), st.just(0), st.integers(1, 30))
 names = st.sampled_from(PRODUCERS)
 policies = st.sampled_from(["wait", "drop", "mask"])
@@ -109,10 +64,6 @@ class Trainer:
             max_staleness=MAX_STALENESS,
             judge=judge if flat else None,
         )
-
-    @property
-    def steps_ahead(self):
-        return self.sequencer.num_planned - self.step
 
 
 class BusMachine(RuleBasedStateMachine):
@@ -373,8 +324,6 @@ class BusMachine(RuleBasedStateMachine):
 
     @invariant()
     def committed_files_are_there_and_never_change(self):
-        if not hasattr(self, "root"):
-            return
         for path, record in self.committed(self.names):
             if path in self.damaged or record.kind is RecordKind.PARTIAL:
                 continue
@@ -386,15 +335,13 @@ class BusMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_plan_is_one_history(self):
-        if not hasattr(self, "root"):
-            return
         chain = read_chain(self.paths)
         guids = [guid for record in chain.steps for guid in record.guids]
         guids += [group.guid for group in chain.skipped]
         assert max(Counter(guids).values(), default=0) <= 1, "a prompt is planned twice"
         places = {(r.step, r.portion): r for r in chain.steps}
         assert len(places) == len(chain.steps)
-        assert self.plan.items() <= {k: v for k, v in places.items()}.items()
+        assert self.plan.items() <= places.items()
         for step in {r.step for r in chain.steps}:
             portions = [r for r in chain.steps if r.step == step]
             assert [r.portion for r in portions] == list(range(len(portions)))
@@ -403,8 +350,6 @@ class BusMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_a_resume_needs_is_there(self):
-        if not hasattr(self, "root"):
-            return
         chain = read_chain(self.paths)
         for checkpoint in self.checkpoints:
             if checkpoint["position"]:
@@ -483,7 +428,7 @@ class BusMachine(RuleBasedStateMachine):
 def snapshots_are_frequent(monkeypatch):
     monkeypatch.setattr("relax_hpc.bus.sequencer.SNAPSHOT_RECORDS", 2)
     monkeypatch.setattr("relax_hpc.bus.sequencer.POLL_S", 0)
-    monkeypatch.setattr("relax_hpc.bus.log_writer.BALLAST_BYTES", 16)
+    monkeypatch.setattr("relax_hpc.bus.log.BALLAST_BYTES", 16)
     monkeypatch.setattr("relax_hpc.bus.intake.MAX_DAMAGED", 100)
 
 

@@ -6,29 +6,41 @@ import subprocess
 import threading
 
 import pytest
-from bus_fixtures import PRODUCERS, group, make_bus, produce, same, trajectory, whole_batch
-from bus_steps import SHARD, P, bus_with_steps, flip, plan, widen
+from bus_fixtures import (
+    PRODUCERS,
+    P,
+    batch,
+    group,
+    make_bus,
+    produce,
+    produce_all,
+    rows_of,
+    same,
+    trajectory,
+)
+from bus_fixtures import sequencer as open_sequencer
+from bus_steps import SHARD, bus_with_steps, flip, plan, widen, widened_bus
 from typer.testing import CliRunner
 
-from relax_hpc.bus import layout
 from relax_hpc.bus.frames import FrameWriter
 from relax_hpc.bus.log import read_log
-from relax_hpc.bus.plan import Part, PlanPosition, PlanRecord, Sidecar
+from relax_hpc.bus.plan import PlanPosition, PlanRecord, PlanSnapshot, ShardRange, Sidecar
 from relax_hpc.bus.producer import Producer
-from relax_hpc.bus.reader import Reader
-from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.shards.shard import Shard
-from relax_hpc.bus.snapshot import Snapshot
-from relax_hpc.bus.tools import garbage, listing, verify
+from relax_hpc.bus.tools import garbage, show, verify
 from relax_hpc.cli.main import app
-from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.errors import BusError, LaunchError
-from relax_hpc.paths import BusPaths, RunPaths
-from relax_hpc.records import write_json
+from relax_hpc.runtime.files.records import write_json
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.process import ProcessId
 
 
 def check(paths, checkpoints=()):
     return verify.verify(paths, lambda: list(checkpoints), lambda done, total: None)
+
+
+def invoke(*args):
+    return CliRunner().invoke(app, ["bus", *map(str, args)])
 
 
 def wrong(found):
@@ -41,7 +53,7 @@ def wrong(found):
 def test_ls_counts_what_is_live_retired_and_missing(tmp_path):
     paths = bus_with_steps(tmp_path, release=1)
     paths.shard("rollout-1", 1, 3).unlink()
-    found = listing.collect(paths, PlanPosition(1, 3, 3))
+    found = show.list_writers(paths, PlanPosition(1, 3, 3))
     zero, one = found.writers
     assert (zero.live_shards, zero.retired_shards, zero.missing_shards) == (3, 1, 0)
     assert (one.live_shards, one.retired_shards, one.missing_shards) == (2, 1, 1)
@@ -61,17 +73,16 @@ def test_ls_tells_rates_from_the_times_of_the_files(tmp_path):
     for seq in range(4):
         os.utime(paths.shard("rollout-0", 1, seq), (0, 1000 + 2 * seq))
         os.utime(paths.shard("rollout-1", 1, seq), (0, 1000))
-    zero, one = listing.collect(paths, None).writers
+    zero, one = show.list_writers(paths, None).writers
     assert zero.trajectories_per_s == 2.0  # 3 x 4 rows in 6 s, the first shard's not counted
     assert one.trajectories_per_s is None
 
 
 def test_ls_counts_trajectories_once_however_many_roles_widen_them(tmp_path):
-    paths = BusPaths(tmp_path / "bus")
-    layout.create(paths, PRODUCERS, {}, sidecar_writers={"reference-0": "reference"})
-    produce(paths, "rollout-0", [0, 2], per_shard=1)
+    paths = make_bus(tmp_path, writers={"reference-0": "reference"})
+    produce(paths, "rollout-0", [0, 2])
     widen(paths, 0)
-    found = listing.collect(paths, None)
+    found = show.list_writers(paths, None)
     side = found.writers[2]
     assert (side.name, side.role, side.live_shards, side.trajectories) == (
         "reference-0", "reference", 2, 4,
@@ -82,7 +93,7 @@ def test_ls_counts_trajectories_once_however_many_roles_widen_them(tmp_path):
 
 def test_ls_as_json_names_what_it_counts(tmp_path):
     paths = bus_with_steps(tmp_path)
-    record = json.loads(listing.collect(paths, PlanPosition(1, 3, 3)).to_json())
+    record = json.loads(show.list_writers(paths, PlanPosition(1, 3, 3)).to_json())
     assert record["plan"]["checkpoint"] == {"fence": 1, "records": 3, "step": 3}
     assert record["plan"]["credit"]["finished"] is False
     assert [writer["name"] for writer in record["writers"]] == PRODUCERS
@@ -92,20 +103,16 @@ def test_ls_as_json_names_what_it_counts(tmp_path):
 
 
 def test_a_healthy_bus_is_sound_through_restarts_sidecars_portions_and_retirement(tmp_path):
-    paths = BusPaths(tmp_path / "bus")
-    layout.create(paths, PRODUCERS, {}, sidecar_writers={"reference-0": "reference"})
-    for r, name in enumerate(PRODUCERS):
-        produce(paths, name, range(r, 12, 2), per_shard=2)
-    widen(paths, 0)
-    options = {"prompts_per_step": P, "needs": ["reference"]}
-    with Sequencer(paths, position=None, **options) as first:
-        whole_batch(first, 1, timeout_s=1)
+    paths = widened_bus(tmp_path)
+    options = {"needs": ["reference"]}
+    with open_sequencer(paths, **options) as first:
+        batch(first, 1)
         position = first.position
         while not first.next_portion(2, min_tokens=20, timeout_s=1).last:
             pass
-    with Sequencer(paths, position=position, **options) as second:
-        whole_batch(second, 2, timeout_s=1)
-        whole_batch(second, 3, timeout_s=1)
+    with open_sequencer(paths, position, **options) as second:
+        batch(second, 2)
+        batch(second, 3)
         second.release(1)
     for name in PRODUCERS:
         with Producer(paths, name, {}) as producer:
@@ -130,7 +137,7 @@ def append(path, data):
 def snapshot_of(paths, below=P):
     """A file to be spoilt; of a bus whose first step is behind a checkpoint."""
     path = paths.plan_snapshot(1, 1)
-    values = Snapshot(1, 1, 0, 1, below, [], [], [], 0, {})._asdict()
+    values = PlanSnapshot(1, 1, 0, 1, below, [], [], [], 0, {})._asdict()
     path.write_text(json.dumps(values))
     return path.open("r+")
 
@@ -185,12 +192,11 @@ def test_verify_names_what_is_damaged_missing_or_foreign(tmp_path, damage, kind,
 
 def test_verify_finds_steps_that_were_trained_and_are_not_planned(tmp_path):
     paths = make_bus(tmp_path)
-    for r, name in enumerate(PRODUCERS):
-        produce(paths, name, range(r, 16, 2), per_shard=2)
-    with Sequencer(paths, prompts_per_step=P, position=None) as sequencer:
+    produce_all(paths, 16, per_shard=2)
+    with open_sequencer(paths) as sequencer:
         sizes = []
         for step in (1, 2):
-            whole_batch(sequencer, step, timeout_s=1)
+            batch(sequencer, step)
             sequencer.advance(step=step, policy_version=step)
             sizes.append(paths.plan_log(1).stat().st_size)
     assert check(paths).is_sound
@@ -202,14 +208,14 @@ def test_verify_finds_steps_that_were_trained_and_are_not_planned(tmp_path):
 
 def test_ls_does_not_make_up_what_damaged_credits_said(tmp_path):
     paths = bus_with_steps(tmp_path)
-    assert "step 0 trained" in listing.text(listing.collect(paths, None))
+    assert "step 0 trained" in show.listing_text(show.list_writers(paths, None))
     paths.credits.write_bytes(NOISE)
-    found = listing.collect(paths, None)
-    said = listing.text(found)
+    found = show.list_writers(paths, None)
+    said = show.listing_text(found)
     assert "trained" not in said and f"DAMAGED: {paths.credits}" in said
     assert json.loads(found.to_json())["plan"]["credit"] is None
     unused = make_bus(tmp_path / "unused")
-    assert "none yet" in listing.text(listing.collect(unused, None)).splitlines()[-1]
+    assert "none yet" in show.listing_text(show.list_writers(unused, None)).splitlines()[-1]
 
 
 @pytest.mark.parametrize("content", ["[1]", "{}", '{"format": "x"}', '{"format": 5}', "{"])
@@ -267,7 +273,7 @@ def test_what_a_crash_leaves_is_listed_and_not_wrong(tmp_path):
 
 def part_of(paths, name, seq, lo, hi):
     record = next(r for r in read_log(paths.log(name)) if r.seq == seq and r.rows)
-    return Part(name, record.fence, record.seq, record.uuid, lo, hi)
+    return ShardRange(name, record.fence, record.seq, record.uuid, lo, hi)
 
 
 def step_four(paths, **changes):
@@ -315,22 +321,23 @@ BAD_PLANS = {
 }  # fmt: skip
 
 
+def check_planned(paths, record):
+    log = FrameWriter(paths.plan_log(1))
+    log.append(record._asdict())
+    log.close()
+    return check(paths)
+
+
 @pytest.mark.parametrize(("record", "what"), BAD_PLANS.values(), ids=BAD_PLANS)
 def test_verify_finds_a_plan_that_does_not_fit_the_logs(tmp_path, record, what):
     paths = bus_with_steps(tmp_path)
-    log = FrameWriter(paths.plan_log(1))
-    log.append(record(paths)._asdict())
-    log.close()
-    found = check(paths)
+    found = check_planned(paths, record(paths))
     assert any(kind == "plan" and what in text for kind, text in wrong(found)), found.findings
 
 
 def test_the_hand_made_step_of_these_tests_is_right(tmp_path):
     paths = bus_with_steps(tmp_path)
-    log = FrameWriter(paths.plan_log(1))
-    log.append(step_four(paths)._asdict())
-    log.close()
-    assert check(paths).findings == []
+    assert check_planned(paths, step_four(paths)).findings == []
 
 
 def test_a_shard_deleted_with_leave_is_not_missing_but_a_checkpoint_that_reads_it_is_told(tmp_path):
@@ -351,9 +358,8 @@ def test_a_checkpoint_of_a_fenced_trainer_is_told(tmp_path):
 
 
 def test_a_sidecar_in_the_place_of_another_is_told(tmp_path):
-    paths = BusPaths(tmp_path / "bus")
-    layout.create(paths, PRODUCERS, {}, sidecar_writers={"reference-0": "reference"})
-    produce(paths, "rollout-0", [0, 2], per_shard=1)
+    paths = make_bus(tmp_path, writers={"reference-0": "reference"})
+    produce(paths, "rollout-0", [0, 2])
     widen(paths, 0)
     assert check(paths).findings == []
     first, second = (paths.shard("reference-0", 1, seq) for seq in (0, 1))
@@ -363,12 +369,12 @@ def test_a_sidecar_in_the_place_of_another_is_told(tmp_path):
 
 def test_a_checkpoint_that_is_saved_while_verify_looks_is_not_taken_for_a_strangers(tmp_path):
     paths = bus_with_steps(tmp_path, steps=0)
-    with Sequencer(paths, prompts_per_step=P, position=None) as sequencer:
+    with open_sequencer(paths) as sequencer:
 
         def train_on():
             step = sequencer.num_planned + 1
             if step <= 4:
-                whole_batch(sequencer, step, timeout_s=1)
+                batch(sequencer, step)
             return [sequencer.position]
 
         assert verify.verify(paths, train_on, lambda done, total: None).findings == []
@@ -387,11 +393,11 @@ def test_verify_finds_nothing_wrong_while_a_run_commits_plans_and_deletes(tmp_pa
     looker.start()
     try:
         producers = [Producer(paths, name, {}) for name in PRODUCERS]
-        with Sequencer(paths, prompts_per_step=2, position=None) as sequencer:
+        with open_sequencer(paths, prompts_per_step=2) as sequencer:
             for step in range(1, 60):
                 for r, producer in enumerate(producers):
                     producer.put([group(2 * (step - 1) + r)])
-                whole_batch(sequencer, step, timeout_s=5)
+                batch(sequencer, step)
                 saved.append(sequencer.position)  # a checkpoint every step; two are kept
                 sequencer.release(saved[-2:][0].step)
                 for producer in producers:
@@ -410,8 +416,7 @@ def test_verify_finds_nothing_wrong_while_a_run_commits_plans_and_deletes(tmp_pa
 def resume_and_read(paths, position, steps):
     """Every trajectory that the steps after `position` train on."""
     _, records = plan(paths, steps, position=position)
-    reader = Reader(paths)
-    return [row for r in records for row in reader.rows(r, range(r.num_trajectories))]
+    return rows_of(paths, *records)
 
 
 def test_gc_deletes_orphans_and_what_was_released_and_no_checkpoint_needs(tmp_path):
@@ -467,11 +472,7 @@ def test_gc_keeps_what_was_not_released_and_what_is_not_planned(tmp_path):
 
 
 def test_a_sidecar_goes_with_the_shard_it_widens(tmp_path):
-    paths = BusPaths(tmp_path / "bus")
-    layout.create(paths, PRODUCERS, {}, sidecar_writers={"reference-0": "reference"})
-    for r, name in enumerate(PRODUCERS):
-        produce(paths, name, range(r, 12, 2), per_shard=2)
-    widen(paths, 0)
+    paths = widened_bus(tmp_path)
     positions, _ = plan(paths, 3, release=3)
     found = garbage.find(paths, [positions[2]])
     gone = {file.path for file in found.retired}
@@ -521,16 +522,16 @@ def make_run(tmp_path, controller):
 def test_gc_refuses_while_the_run_is_alive_and_works_once_it_has_ended(tmp_path):
     with subprocess.Popen(["sleep", "60"]) as process:
         run = make_run(tmp_path, ProcessId.of(process.pid))
-        result = CliRunner().invoke(app, ["bus", "gc", str(run.root)])
+        result = invoke("gc", run.root)
         process.terminate()
     assert isinstance(result.exception, LaunchError)
     assert "wait for its end, or end it: relax-hpc cancel" in str(result.exception)
     before = set(run.bus.root.rglob("*.h5"))
-    dry = CliRunner().invoke(app, ["bus", "gc", str(run.root), "--dry-run"])
+    dry = invoke("gc", run.root, "--dry-run")
     assert "would free" in dry.output
     assert "6 retired shards" in dry.output
     assert set(run.bus.root.rglob("*.h5")) == before
-    done = CliRunner().invoke(app, ["bus", "gc", str(run.root)])
+    done = invoke("gc", run.root)
     assert "freed" in done.output
     assert len(set(run.bus.root.rglob("*.h5"))) == 2  # step 4, which is not planned yet
 
@@ -546,30 +547,30 @@ def test_what_was_dropped_over_age_and_what_is_partial_is_neither_wrong_nor_need
         producer.put([group(2), group(3)])
         producer.put([group(4, version=2), group(5, version=2)])
         producer.put_partial([group(6, version=2)])
-    with Sequencer(paths, position=None, **options) as sequencer:
-        whole_batch(sequencer, 1, timeout_s=1)
-        whole_batch(sequencer, 2, timeout_s=1)  # guids 2, 3 are 1 step stale: just allowed
+    with open_sequencer(paths, **options) as sequencer:
+        batch(sequencer, 1)
+        batch(sequencer, 2)  # guids 2, 3 are 1 step stale: just allowed
         position = sequencer.position
     with Producer(paths, "rollout-0", {}) as producer:
         producer.put([group(8)])  # of policy 0: too old for step 3
-    with Sequencer(paths, position=position, **options) as sequencer:
-        whole_batch(sequencer, 3, timeout_s=1)
+    with open_sequencer(paths, position, **options) as sequencer:
+        batch(sequencer, 3)
         with Producer(paths, "rollout-0", {}) as producer:
             [owed] = sequencer._credit.owed
             assert producer.owe_again([owed]) == [8]
             producer.put([group(8, version=3), group(7, version=3)])
-        whole_batch(sequencer, 4, timeout_s=1)
+        batch(sequencer, 4)
         found = check(paths, [position, sequencer.position])
         assert found.findings == []
         sequencer.release(3)
-    row = listing.collect(paths, None).writers[0]
+    row = show.list_writers(paths, None).writers[0]
     # 0 1 | 2 3 | 4 5 | partial 6 | 8 | 8 7; the partial group is no committed trajectory
     assert (row.live_shards, row.trajectories) == (6, 2 * 9)
     gone = {int(file.path.stem) for file in garbage.find(paths, [sequencer.position]).retired}
     assert gone == {0, 1, 2}
     paths.shard("rollout-0", 1, 3).unlink()
     assert check(paths).is_sound  # partial groups are only their owner's concern
-    assert listing.collect(paths, None).writers[0].missing_shards == 0
+    assert show.list_writers(paths, None).writers[0].missing_shards == 0
 
 
 def test_a_damaged_shard_that_the_plan_has_set_aside_is_told_and_not_wrong(tmp_path):
@@ -579,11 +580,11 @@ def test_a_damaged_shard_that_the_plan_has_set_aside_is_told_and_not_wrong(tmp_p
     path.write_bytes(path.read_bytes()[:100])
     [(kind, what)] = wrong(check(paths))
     assert (kind, "is torn" in what) == ("shard", True)
-    with Sequencer(paths, prompts_per_step=2, position=None) as sequencer:
+    with open_sequencer(paths, prompts_per_step=2) as sequencer:
         sequencer.look()
         with Producer(paths, "rollout-0", {}) as producer:
             producer.put([group(0), group(1)])
-        whole_batch(sequencer, 1, timeout_s=5)
+        batch(sequencer, 1)
     found = check(paths)
     assert found.is_sound
     [finding] = found.findings
@@ -591,10 +592,6 @@ def test_a_damaged_shard_that_the_plan_has_set_aside_is_told_and_not_wrong(tmp_p
 
 
 # ---------------------------------------------------------------- the commands
-
-
-def invoke(*args):
-    return CliRunner().invoke(app, ["bus", *map(str, args)])
 
 
 def test_the_commands_work_on_a_run_directory_and_say_what_they_allow(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 from e2e_runs import REPOSITORY, wait_for
 
-from relax_hpc.demo.make_tiny import make
+from relax_hpc.cli.demo.make_tiny import make
 
 
 @pytest.fixture(scope="session")

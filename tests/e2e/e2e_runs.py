@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from relax_hpc.bus.plan import read_chain
 from relax_hpc.cli.main import app
 from relax_hpc.launch.states import is_over as has_ended
-from relax_hpc.paths import RunPaths
-from relax_hpc.telemetry.events import read_events
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import read_events
 
 REPOSITORY = Path(__file__).parents[2]
 UNHURRIED = """
@@ -83,7 +83,11 @@ def hurry(folder):
 
 
 def status(run_dir):
-    return json.loads(cli("status", run_dir, "--json"))
+    """What `status` says; in whatever state a run is, its ledger adds up."""
+    now = json.loads(cli("status", run_dir, "--json"))
+    if counts := (now.get("progress") or {}).get("trajectories"):  # supervised runs have no ledger
+        assert (counts["trained_twice"], counts["dropped"]["unaccounted"]) == (0, 0), counts
+    return now
 
 
 def wait_until(run_dir, predicate, timeout_s):
@@ -96,6 +100,8 @@ def wait_until(run_dir, predicate, timeout_s):
     while True:
         asked = time.monotonic()
         if predicate(now := status(run_dir)):
+            if now["state"] == "COMPLETED" and RunPaths(run_dir).bus.header.exists():
+                cli("bus", "verify", run_dir)
             return now
         assert not has_ended(now["state"]), words_on(run_dir, now)
         assert time.monotonic() < deadline, words_on(run_dir, now)

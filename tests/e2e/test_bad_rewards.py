@@ -7,13 +7,13 @@ import pytest
 from e2e_runs import cli, events_of, every_prompt_once, is_over, planned, submit, wait_until
 
 from relax_hpc.bus.reader import Reader
-from relax_hpc.bus.tools import selection
-from relax_hpc.paths import RunPaths
+from relax_hpc.bus.tools import inventory
+from relax_hpc.runtime.paths import RunPaths
 
 REWARD = """
 import hashlib, os, time
-from relax_hpc.rewards.functions.boxed_number import score as boxed_number
-from relax_hpc.rewards.contract import Score
+from relax_hpc.environments.rewards.functions.boxed_number import score as boxed_number
+from relax_hpc import Score
 
 kept = []
 
@@ -65,7 +65,7 @@ def rows_of(run_dir, num_steps):
     """(guid, sibling) -> reward and whether it failed, of all that was trained on."""
     paths, found = RunPaths(run_dir).bus, {}
     for step in range(1, num_steps + 1):
-        for record in selection.of_steps(paths, step, step):
+        for record in inventory.of_steps(paths, step, step):
             index = Reader(paths).index(record)
             places = zip(index.guid.tolist(), index.sibling.tolist(), strict=True)
             values = zip(index.rewards.tolist(), index.reward_error.tolist(), strict=True)

@@ -6,8 +6,8 @@ import pytest
 from e2e_runs import cli, every_prompt_once, is_over, planned, submit, wait_until
 
 from relax_hpc.bus.reader import Reader
-from relax_hpc.bus.tools import selection
-from relax_hpc.paths import RunPaths
+from relax_hpc.bus.tools import inventory
+from relax_hpc.runtime.paths import RunPaths
 
 pytestmark = pytest.mark.long
 
@@ -15,7 +15,7 @@ STEPS, PROMPTS = 5, 8
 ROWS = 12
 BAD = {
     "sums": {2: b"{", 9: b'{"prompt": "1+1="}'},
-    "others": {0: b'{"prompt": "\xe9", "answer": "1"}', 5: b'{"prompt": "1+1=", "answer": 2.5}'},
+    "others": {0: b'{"prompt": "\xe9", "answer": "1"}', 5: b'{"prompt": "1+1=", "answer": null}'},
 }
 """Source -> row -> a line that is no prompt."""
 
@@ -50,7 +50,7 @@ def test_a_run_trains_on_every_good_row_of_its_sources_and_on_no_bad_one(tiny, t
     assert listed == [2, 9, ROWS + 0, ROWS + 5]
     trained, reader = {}, Reader(paths.bus)
     for step in range(1, STEPS + 1):
-        for record in selection.of_steps(paths.bus, step, step):
+        for record in inventory.of_steps(paths.bus, step, step):
             rows = reader.rows(record, range(len(reader.index(record).guid)))
             trained |= {row.guid: row.prompt_index for row in rows}
     assert len(trained) == STEPS * PROMPTS

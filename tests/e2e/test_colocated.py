@@ -18,9 +18,9 @@ from e2e_runs import (
 )
 from test_faults import newest
 
-from relax_hpc.fleet.roster import Roster
+from relax_hpc.inference.members import Roster
 from relax_hpc.launch import placement
-from relax_hpc.paths import RunPaths
+from relax_hpc.runtime.paths import RunPaths
 
 pytestmark = pytest.mark.long
 

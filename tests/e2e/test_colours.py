@@ -24,7 +24,7 @@ from e2e_runs import (
 )
 from sglang_under_test import SGLANG_PYTHON
 
-from relax_hpc.demo import make_tiny_vl
+from relax_hpc.cli.demo import make_tiny
 
 pytestmark = [pytest.mark.sglang, pytest.mark.skipif(not SGLANG_PYTHON, reason="needs SGLang")]
 
@@ -36,7 +36,7 @@ def colours():
     """Folder with the model, prompts and images; made once per checkout."""
     folder = REPOSITORY / ".cache" / "tiny-vl"
     folder.parent.mkdir(exist_ok=True)
-    make_tiny_vl.make(folder, kind="vl", progress=print)
+    make_tiny.make_seeing(folder, kind="vl", progress=print)
     return folder
 
 

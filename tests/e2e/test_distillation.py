@@ -8,8 +8,8 @@ import pytest
 from e2e_runs import cli, events_of, every_prompt_once, is_over, planned, submit, wait_until
 from transformers import AutoModelForCausalLM
 
-from relax_hpc.demo import checkpoint
-from relax_hpc.demo.warm_start import Example, warm_start
+from relax_hpc.cli.demo import models
+from relax_hpc.cli.demo.warm_start import Example, warm_start
 
 pytestmark = pytest.mark.long
 
@@ -28,7 +28,7 @@ SETTINGS = {
 
 
 def examples(path):
-    tokens = checkpoint.tokenizer()
+    tokens = models.tokenizer()
     for row in map(json.loads, path.open()):
         prompt = tokens.apply_chat_template(
             row["prompt"], add_generation_prompt=True, return_dict=False
@@ -42,14 +42,14 @@ def make_teacher(student, folder, **how):
     model = AutoModelForCausalLM.from_pretrained(student / "model", dtype="float32")
     shown, asked = (list(examples(student / f"{name}.jsonl")) for name in ("train", "heldout"))
     outcome = warm_start(model, shown, asked[:256], seed=1, progress=print, **how)
-    checkpoint.save(folder, model, checkpoint.tokenizer())
+    models.save(folder, model, models.tokenizer())
     return outcome
 
 
 def make_mostly(folder):
     """A model with random weights, and prompts that ask which of six digits is there most often."""
-    tokens = checkpoint.tokenizer()
-    checkpoint.save(folder / "model", checkpoint.model(tokens, seed=0), tokens)
+    tokens = models.tokenizer()
+    models.save(folder / "model", models.model(tokens, seed=0), tokens)
     asked = {}
     draws = random.Random(1)
     while len(asked) < 12_700:

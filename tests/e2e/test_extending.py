@@ -1,4 +1,4 @@
-"""The files of docs/extending.md run as they stand there."""
+"""The files of docs/how-to/extending.md run as they stand there."""
 
 import json
 import os
@@ -23,16 +23,17 @@ from e2e_runs import (
     wait_until,
 )
 
-from relax_hpc import job_file
+from relax_hpc import submit
 from relax_hpc.algorithms.composition import objective_of
 from relax_hpc.algorithms.part import Rows
 from relax_hpc.bus.plan import read_chain
 from relax_hpc.bus.reader import Reader
-from relax_hpc.paths import RunPaths
+from relax_hpc.config import job_file
+from relax_hpc.runtime.paths import RunPaths
 
 pytestmark = pytest.mark.long
 
-PAGE = (REPOSITORY / "docs" / "extending.md").read_text()
+PAGE = (REPOSITORY / "docs" / "how-to" / "extending.md").read_text()
 STEPS, PROMPTS, SIBLINGS = 2, 4, 4
 OF_AN_AGENT = "An agent that speaks the chat API"
 
@@ -76,12 +77,14 @@ def test_a_reward_an_environment_and_a_source_of_data_are_one_file_each(folder, 
     played = cli("check", job, "--local", "--play", *own)
     assert "played an episode: 2 replies, 4 tokens trained on; reward 0.99 (right 1, " in played
     assert "metrics (changed 0)" in played
-    said = cli("submit", job, "--local", *own)
-    run_dir = Path(re.search(r"^run directory: (.*)$", said, re.MULTILINE)[1])
+    run = submit(job, local=True, **settings | {"reward.args": mine["reward"]["args"]})
+    run_dir = run.run_dir
     kept = [path for path in folder.glob("*.py") if path.stem not in ("agent", "shaped")]
     for path in kept:  # the run goes on with what it began with
         path.write_text("raise RuntimeError('changed meanwhile')\n")
-    assert wait_until(run_dir, is_over, 300)["state"] == "COMPLETED"
+    assert run.wait(600).state == "COMPLETED"
+    assert [row["step"] for row in run.history()] == [0, *range(1, STEPS + 1)]
+    assert len(run.samples(STEPS, n=99)) == PROMPTS * SIBLINGS
     assert [len(guids) for _, guids in planned(run_dir)] == [PROMPTS] * STEPS
     shards = events_of(run_dir, event="shard")
     assert all(0 <= shard["rollout/changed"] <= 1 for shard in shards)

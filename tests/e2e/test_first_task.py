@@ -10,7 +10,7 @@ from e2e_runs import REPOSITORY, cli, events_of, is_over, wait_until
 
 pytestmark = pytest.mark.long
 
-PAGE = (REPOSITORY / "docs" / "first-task.md").read_text()
+PAGE = (REPOSITORY / "docs" / "tutorials" / "first-task.md").read_text()
 STEPS = 20
 
 

@@ -8,7 +8,7 @@ import llamas
 import pytest
 from e2e_runs import events_of, is_over, submit, wait_until
 
-from relax_hpc.demo import checkpoint, make_tiny
+from relax_hpc.cli.demo import make_tiny, models
 
 pytestmark = pytest.mark.long
 
@@ -19,8 +19,8 @@ def test_a_llama_learns_as_the_policy_of_the_demo_does(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer = partial(llamas.tokenizer, chat_template=llamas.SHORT)
     with monkeypatch.context() as patched:
-        llama = SimpleNamespace(tokenizer=tokenizer, model=llamas.model, save=checkpoint.save)
-        patched.setattr(make_tiny, "checkpoint", llama)
+        llama = SimpleNamespace(tokenizer=tokenizer, model=llamas.model, save=models.save)
+        patched.setattr(make_tiny, "models", llama)
         make_tiny.make(tmp_path / "tiny", progress=print)
     folder = tmp_path / "tiny" / "model"
     tokens = tokenizer()

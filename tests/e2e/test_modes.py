@@ -5,10 +5,10 @@ import json
 import pytest
 from e2e_runs import REPOSITORY, cli
 
-from relax_hpc.bench.modes.long_tail import Lengths
+from relax_hpc.cli.bench.long_tail import LengthDistribution
 from relax_hpc.roles.rollout.episodes import seed_of
-from relax_hpc.telemetry import history
-from relax_hpc.telemetry.events import read_events
+from relax_hpc.runtime.telemetry import history
+from relax_hpc.runtime.telemetry.events import read_events
 
 pytestmark = pytest.mark.long
 
@@ -28,7 +28,7 @@ def test_modes_train_on_responses_of_the_same_lengths(tiny, tmp_path):
     assert (colocated["steps"], lagging["wait_lease_s"] < colocated["wait_lease_s"]) == (2, True)
     assert colocated["times_colocate"] == 1.0
     assert lagging["times_colocate"] == pytest.approx(colocated["step_s"] / lagging["step_s"])
-    lengths = Lengths(12.0, 64)
+    lengths = LengthDistribution(12.0, 64)
     drawn = [
         [lengths.draw(seed_of(0, guid, sibling)) for guid in groups for sibling in range(4)]
         for groups in (range(4), range(4, 8), range(8, 12))

@@ -20,8 +20,8 @@ from e2e_runs import (
 )
 
 from relax_hpc.launch import record
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import read_json
+from relax_hpc.runtime.files.records import read_json
+from relax_hpc.runtime.paths import RunPaths
 
 pytestmark = pytest.mark.long
 

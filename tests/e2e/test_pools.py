@@ -9,10 +9,10 @@ import signal
 import pytest
 from e2e_runs import console, events_of, has_done, is_over, status, submit, wait_until
 
-from relax_hpc.fleet import members
-from relax_hpc.fleet.roster import Roster
-from relax_hpc.paths import RunPaths
-from relax_hpc.sampling.client import open_pool
+from relax_hpc.inference import members
+from relax_hpc.inference.members import Roster
+from relax_hpc.inference.pool_client import open_pool
+from relax_hpc.runtime.paths import RunPaths
 
 pytestmark = pytest.mark.long
 

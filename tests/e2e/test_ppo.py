@@ -10,7 +10,7 @@ from e2e_runs import cli, events_of, is_over, planned, submit, wait_until
 from e2e_runs import every_prompt_once as every_once
 
 from relax_hpc.bus.log import RecordKind, read_log
-from relax_hpc.paths import RunPaths
+from relax_hpc.runtime.paths import RunPaths
 
 pytestmark = pytest.mark.long
 

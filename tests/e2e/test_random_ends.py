@@ -22,7 +22,7 @@ TOLERANCE = 0.08
 """Of the held-out reward of 512 prompts at the end: three standard errors of a difference."""
 REWARD = """
 import asyncio, pathlib
-from relax_hpc.rewards.functions import boxed_number
+from relax_hpc.environments.rewards.functions import boxed_number
 
 async def score(sample):
     if pathlib.Path(__file__).with_name("slowly").exists():

@@ -22,7 +22,7 @@ from hf_logprobs import hf_logprobs
 
 from relax_hpc.bus.plan import read_chain
 from relax_hpc.bus.reader import Reader
-from relax_hpc.paths import RunPaths
+from relax_hpc.runtime.paths import RunPaths
 
 pytestmark = pytest.mark.long
 

@@ -8,7 +8,7 @@ from e2e_runs import cli, events_of, is_over, submit, wait_until
 from typer.testing import CliRunner
 
 from relax_hpc.cli.main import app
-from relax_hpc.paths import RunPaths
+from relax_hpc.runtime.paths import RunPaths
 
 pytestmark = pytest.mark.long
 

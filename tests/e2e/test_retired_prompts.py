@@ -20,15 +20,15 @@ from e2e_runs import (
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.plan import read_chain
 from relax_hpc.config.prompts import PromptsConfig
-from relax_hpc.paths import RunPaths
-from relax_hpc.prompts.records import Records
-from relax_hpc.prompts.source import PromptSource
+from relax_hpc.data.records import Records
+from relax_hpc.data.source import PromptSource
+from relax_hpc.runtime.paths import RunPaths
 
 pytestmark = pytest.mark.long
 
 ROWS, STEPS, PROMPTS, SIBLINGS, TIMES, SEED = 12, 80, 2, 2, 2, 5
 SPAN = 16 * PROMPTS * 2
-"""Guids that are decided on together at max_staleness = 1; see docs/data.md."""
+"""Guids that are decided on together at max_staleness = 1; see docs/how-to/data.md."""
 REWARD = """
 import asyncio, pathlib
 
@@ -118,4 +118,5 @@ def test_solved_prompts_are_passed_over_as_if_nobody_had_been_killed(tiny, tmp_p
     assert {each.reward for each in skipped.values() if each.retired} == {None}
     counts = audit(bus)
     assert (counts.planned, counts.planned_twice) == (STEPS * PROMPTS * SIBLINGS, 0)
+    assert counts.dropped == 0
     assert counts.retired >= SIBLINGS * sum(passed.values())

@@ -23,11 +23,11 @@ from e2e_runs import (
     wait_until,
 )
 
-from relax_hpc.engines.client import EngineClient
 from relax_hpc.errors import EngineError
-from relax_hpc.fleet import members
-from relax_hpc.paths import RunPaths
-from relax_hpc.run_secret import RunSecret
+from relax_hpc.inference import members
+from relax_hpc.inference.client import EngineClient
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.runtime.paths import RunPaths
 
 pytestmark = pytest.mark.long
 

@@ -69,7 +69,7 @@ def windows(run_dir, role):
 
 
 def kill_holder(run_dir, side):
-    asked = ["relax_hpc.launch.sides.holder", str(run_dir), side]
+    asked = ["relax_hpc.launch.holder", str(run_dir), side]
     for process in psutil.process_iter(["cmdline"]):
         if all(word in (process.info["cmdline"] or ()) for word in asked):
             process.kill()

@@ -18,7 +18,7 @@ from e2e_runs import (
 
 from relax_hpc.bus.plan import read_chain
 from relax_hpc.bus.reader import Reader
-from relax_hpc.paths import RunPaths
+from relax_hpc.runtime.paths import RunPaths
 
 pytestmark = pytest.mark.long
 

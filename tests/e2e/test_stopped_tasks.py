@@ -100,7 +100,7 @@ def assert_only_these_hung(run_dir, tasks):
     for each in hangs:
         assert each["state"] == "T" and ".py:" in each["place"]
         assert HANG_S <= each["seconds"] <= 2 * HANG_S + 3, "within twice its limit"
-        assert "most recent call first" in Path(each["log"]).read_text()
+        assert "most recent call first" in Path(each["log"]).read_text(encoding="utf-8")
 
 
 def finish(run_dir, tmp_path):

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from megatron_worker import _state, train
+from megatron.core import dist_checkpointing, tensor_parallel
+from worker import _state, mains, moments, train
 
 from relax_hpc.bus.plan import PlanPosition
-from relax_hpc.checkpoints.store import Checkpoints
-from relax_hpc.comm.world import SoloWorld
-from relax_hpc.engines.megatron.checkpoint import part_files
 from relax_hpc.errors import RelaxError
+from relax_hpc.runtime.comm.world import SoloWorld
+from relax_hpc.trainer.checkpoints.store import Checkpoints
+from relax_hpc.trainer.megatron import checkpoint_files
 
 CALLS = ("open", "pwrite", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
 
@@ -39,17 +40,13 @@ def undecayed():
 def _tensors(trainer):
     for chunk in trainer._chunks:
         yield from filter(torch.is_tensor, chunk.state_dict().values())
-    for part in trainer._optimizer.chained_optimizers:
-        for group in part.optimizer.param_groups:
-            yield from group["params"]
-        for values in part.optimizer.state.values():
-            yield from (values[name] for name in sorted(values))
+    yield from mains()
+    for values in moments():
+        yield from (values[name] for name in sorted(values))
 
 
 def draw():
     """The next random numbers, of torch and of every stream that Megatron keeps beside it."""
-    from megatron.core import tensor_parallel
-
     tracker = tensor_parallel.get_cuda_rng_tracker()
     found = {"torch": torch.rand(2).tolist()}
     for name in sorted(tracker.get_states()):
@@ -59,8 +56,8 @@ def draw():
     return found
 
 
-def load(folder):
-    """None, or why it was refused."""
+def refusal(folder):
+    """Why a checkpoint is not loaded; None if it is."""
     try:
         _state["trainer"].load(folder)
     except RelaxError as error:
@@ -85,8 +82,6 @@ def save_beside_training(folder, rows, advantages):
 
 
 def read_by_megatron(folder):
-    from megatron.core import dist_checkpointing
-
     tensors = dist_checkpointing.load_plain_tensors(str(folder))
     return {n: t.float().numpy() for n, t in tensors.items() if torch.is_tensor(t)}
 
@@ -144,7 +139,7 @@ def kill_in_save(root, call, half, names):
 
 
 def _save_and_die(root, call, half, names):
-    part_files.NUM_THREADS = 1  # calls in an order that repeats
+    checkpoint_files.NUM_THREADS = 1  # calls in an order that repeats
     _die_at(root, call, half, names)
     save_in_run(root)
 

@@ -7,13 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from engine_fixtures import Served, save_checkpoint
+from engine_fixtures import Served, save_checkpoint, started
 from rank_pool import Pools
 from sglang_under_test import SGLANG_PYTHON
 
-from relax_hpc.engines import capabilities
-from relax_hpc.engines.process import start_engine
-from relax_hpc.engines.spec import EngineSpec
+from relax_hpc.inference import capabilities
 
 KINDS = ("embedded", "sglang")
 
@@ -46,6 +44,16 @@ def checkpoints(tmp_path_factory) -> list[Path]:
 
 
 @pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """A Qwen3 of two layers, for a trainer."""
+    from megatron_reference import dense
+
+    folder = tmp_path_factory.mktemp("qwen3")
+    dense(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def weights(tmp_path_factory) -> dict[str, Path]:
     """A tiny model of each family; models that have other fields may have its weights."""
     from tiny_models import FAMILIES, make
@@ -57,14 +65,9 @@ def weights(tmp_path_factory) -> dict[str, Path]:
 def served(request, checkpoints, tmp_path_factory):
     """A running engine; servers start slowly, so tests share it and `engine` resets it."""
     kind, phases = request.param, []
-    with start_engine(
-        EngineSpec(kind, checkpoints[0], start_timeout_s=240),
-        host="127.0.0.1",
-        token="a right token",
-        log_path=tmp_path_factory.mktemp(kind) / "engine.log",
-        python=SGLANG_PYTHON if kind == "sglang" else None,
-        progress=lambda phase: None if phase in phases else phases.append(phase),
-    ) as process:
+    how = {"progress": lambda phase: None if phase in phases else phases.append(phase)}
+    log = tmp_path_factory.mktemp(kind) / "engine.log"
+    with started(kind, checkpoints[0], log, token="a right token", how=how) as process:
         able = capabilities.probe(process.url, process.token, timeout_s=60)
         yield Served(kind, process, checkpoints, phases, able)
 

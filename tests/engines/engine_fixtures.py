@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from sglang_under_test import SGLANG_PYTHON
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from relax_hpc.comm.broadcast import BroadcastGroup
-from relax_hpc.comm.bucket import flatten
-from relax_hpc.comm.torch_store import open_store
-from relax_hpc.engines.capabilities import Capabilities
-from relax_hpc.engines.child import EngineProcess
-from relax_hpc.engines.client import EngineClient
-from relax_hpc.engines.generation import GenerationClient
-from relax_hpc.engines.response import Generation, Sampling
+from relax_hpc.inference.capabilities import Capabilities
+from relax_hpc.inference.client import EngineClient
+from relax_hpc.inference.generation import Generation, GenerationClient, Sampling
+from relax_hpc.inference.process import EngineProcess, start_engine
+from relax_hpc.inference.spec import EngineSpec
+from relax_hpc.runtime.comm.torch_group import BroadcastGroup, open_store
 
 VOCAB, EOS = 128, 2
 
@@ -84,12 +83,27 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
 
 
+def started(kind: str, folder: Path, log: Path, *, token="right", how=(), **spec) -> EngineProcess:
+    """An engine on this machine; `spec` says what it is, `how` how it is started."""
+    spec = {"start_timeout_s": 300} | spec
+    return start_engine(
+        EngineSpec(kind, folder, **spec), host="127.0.0.1", token=token, log_path=log,
+        python=SGLANG_PYTHON if kind == "sglang" else None, **dict(how),
+    )  # fmt: skip
+
+
 def generate(served: Served, prompt: list[int], seeds: list[int], **kwargs) -> list[Generation]:
+    return sampled(served.process, prompt, seeds, **kwargs)
+
+
+def sampled(
+    process: EngineProcess, prompt: list[int], seeds: list[int], **kwargs
+) -> list[Generation]:
     """One group, from a synchronous test."""
     settings = {"temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True} | kwargs
 
     async def run() -> list[Generation]:
-        async with GenerationClient(served.process.url, served.process.token) as client:
+        async with GenerationClient(process.url, process.token) as client:
             sampling = Sampling(**settings)
             return await asyncio.gather(*(client.sample(prompt, seed, sampling) for seed in seeds))
 
@@ -144,9 +158,8 @@ def send(
 ) -> None:
     """Sends as a trainer does: one HTTP call and one broadcast per bucket."""
     for index, bucket in enumerate(buckets):
-        sender = threading.Thread(
-            target=group.broadcast, args=(flatten(tensor for _, tensor in bucket),)
-        )
+        parts = [tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in bucket]
+        sender = threading.Thread(target=group.broadcast, args=(torch.cat(parts),))
         sender.start()
         client.update_weights(
             [name for name, _ in bucket],

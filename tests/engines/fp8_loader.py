@@ -26,9 +26,9 @@ from sglang.srt.model_loader import loader
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from relax_hpc.comm.bucket import BucketPlan, Spec, views
 from relax_hpc.config.rollout import WeightsConfig
-from relax_hpc.engines.sglang.copies import load, record, uncovered
+from relax_hpc.inference.sglang.copies import find_uncovered, load, record
+from relax_hpc.runtime.comm.bucket import BucketPlan, Spec, views
 from relax_hpc.weights.quantize import Quantizer
 
 
@@ -109,7 +109,7 @@ def main(folder):
             {
                 "types": types,
                 "wrong": wrong,
-                "uncovered": uncovered(model, noted),
+                "uncovered": find_uncovered(model, noted),
                 "compiles_first": compiles_first,
             }
         )

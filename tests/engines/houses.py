@@ -17,20 +17,18 @@ from pathlib import Path
 import psutil
 import pytest
 import sync_worker
-from megatron_worker import job
+from engine_fixtures import started
 from rank_pool import Ranks
-from sglang_under_test import SGLANG_PYTHON, SGLANG_VERSION
+from sglang_under_test import SGLANG_VERSION
+from trainers import job
 
 from relax_hpc.config.run import RunConfig
-from relax_hpc.engines.child import EngineProcess
-from relax_hpc.engines.generation import GenerationClient
-from relax_hpc.engines.process import start_engine
-from relax_hpc.engines.spec import EngineSpec
-from relax_hpc.fleet import members
-from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.roster import Roster
-from relax_hpc.fleet.switches import Switches
-from relax_hpc.paths import RunPaths
+from relax_hpc.inference import members
+from relax_hpc.inference.generation import GenerationClient
+from relax_hpc.inference.members import Member, Roster
+from relax_hpc.inference.process import EngineProcess
+from relax_hpc.inference.switches import Switches
+from relax_hpc.runtime.paths import RunPaths
 
 ENGINE_ARGS = {
     "embedded": {},
@@ -110,18 +108,14 @@ class House:
 @contextmanager
 def house_of(kind, checkpoints, folder, *, count=2, ranks_each=1, lanes=False):
     """`count` engines; of SGLang each with `ranks_each` ranks."""
-    config = job(checkpoints[0], tp=2)
+    config = job(checkpoints[0], "tp2")
     pools = {"rollout": config.rollout_pool.model_copy(update={"kind": kind})}
     config = config.model_copy(update={"run_root": folder, "engines": pools})
     args = ENGINE_ARGS[kind] | ({"tp_size": ranks_each} if ranks_each > 1 else {})
 
     def start(number):
-        return start_engine(
-            EngineSpec(kind, checkpoints[0], args=args, seed=number, start_timeout_s=300),
-            host="127.0.0.1", token="right",
-            log_path=folder / f"engine-{number}.log",
-            python=SGLANG_PYTHON if kind == "sglang" else None,
-        )  # fmt: skip
+        log = folder / f"engine-{number}.log"
+        return started(kind, checkpoints[0], log, args=args, seed=number)
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(count) as threads:
         if ranks_each > 1:  # SGLang wants to be told, where there are fewer sockets than ranks

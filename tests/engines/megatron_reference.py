@@ -1,12 +1,12 @@
 """A fixed batch by Hugging Face and torch: the truth that every grid must reach."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 from hf_logprobs import hf_logprobs
-from megatron_worker import VOCAB, num_tokens, trajectories
+from trainers import VOCAB, batch_of, num_tokens, trajectories
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -15,20 +15,16 @@ SHAPE = {
 }  # fmt: skip
 
 
-def dense(folder, *, tied=False, layers=2):
+def dense(folder, *, tied=False, layers=2, seed=0):
     """A Qwen3 with random weights, norms too, so that a swapped norm is noticed; saved."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     config = Qwen3Config(
         **SHAPE, intermediate_size=128, num_hidden_layers=layers, tie_word_embeddings=tied
     )
-    return _save(Qwen3ForCausalLM, config, folder)
+    return _save(Qwen3ForCausalLM, config, folder, seed)
 
 
 def narrow(folder, *, tied=True, vocab=VOCAB):
     """A narrower one of four layers, quick to save."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=vocab, hidden_size=32, num_hidden_layers=4, num_attention_heads=4,
@@ -39,21 +35,19 @@ def narrow(folder, *, tied=True, vocab=VOCAB):
     return folder
 
 
-def mixture(folder, *, layers=2, experts=4, per_token=2, dense_layers=()):
+def mixture(folder, *, layers=2, experts=4, per_token=2, dense_layers=(), seed=0):
     """Makes a tiny Qwen3-MoE in `folder`."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     config = Qwen3MoeConfig(
         **SHAPE, intermediate_size=128, moe_intermediate_size=32, num_experts=experts,
         num_experts_per_tok=per_token, norm_topk_prob=True, num_hidden_layers=layers,
         tie_word_embeddings=False, mlp_only_layers=list(dense_layers),
     )  # fmt: skip
-    return _save(Qwen3MoeForCausalLM, config, folder)
+    return _save(Qwen3MoeForCausalLM, config, folder, seed)
 
 
-def _save(cls, config, folder):
+def _save(cls, config, folder, seed):
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = cls(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -64,9 +58,23 @@ def _save(cls, config, folder):
 
 
 def reference(folder, model, num_steps=2, num_rows=12):
-    """Logprobs, gradients and weights of `num_steps` updates by torch's AdamW; `model` stays."""
-    rows, advantages = trajectories(num_rows)
-    steps, logprobs, gradients, losses = [], [], [], []
+    """What becomes of a batch of text; see `updated`."""
+
+    def logprobs_of(row):
+        return hf_logprobs(model, row.token_ids)
+
+    batch = trajectories(num_rows)
+    return updated(model, *batch, logprobs_of, hub_layout, num_steps, folder=folder)
+
+
+def updated(model, rows, advantages, logprobs_of, layout, num_steps, **known):
+    """Logprobs, gradients and weights of updates by torch's AdamW; `model` stays.
+
+    Args:
+        logprobs_of: of a row.
+        layout: makes of tensors by the model's names what is written.
+    """
+    logprobs, gradients, steps = [], [], []
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     decayed = [p for p in model.parameters() if p.ndim > 1]
     plain = [p for p in model.parameters() if p.ndim == 1]
@@ -75,27 +83,29 @@ def reference(folder, model, num_steps=2, num_rows=12):
         lr=1e-3,
         betas=(0.9, 0.95),
     )
-    for _ in range(num_steps):
+    for step in range(num_steps):
         model.zero_grad()
-        logprobs.append([hf_logprobs(model, row.token_ids) for row in rows])
-        terms = zip(rows, advantages, logprobs[-1], strict=True)
-        loss = -sum(float(a) * lp[torch.from_numpy(r.loss_mask) > 0].sum() for r, a, lp in terms)
+        loss = torch.zeros(())
+        for row, advantage in zip(rows, advantages, strict=True):
+            values = logprobs_of(row)
+            if step == 0:
+                logprobs.append(values.detach().numpy().copy())
+            loss = loss - float(advantage) * values[torch.from_numpy(row.loss_mask) > 0].sum()
         (loss / num_tokens(rows)).backward()
-        gradients.append(hub_layout({n: p.grad for n, p in model.named_parameters()}))
+        gradients.append(layout({n: p.grad for n, p in model.named_parameters()}))
         adamw.step()
-        steps.append(hub_layout({n: p.detach() for n, p in model.named_parameters()}))
+        steps.append(layout(dict(model.named_parameters())))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(start[name])
     mean_advantage = -sum(
         float(a) * int(row.loss_mask.sum()) for a, row in zip(advantages, rows, strict=True)
     ) / num_tokens(rows)
-    losses = [mean_advantage] * num_steps  # the ratio to the policy itself is 1
     norms = [np.sqrt(sum((g**2).sum() for g in step.values())) for step in gradients]
-    detached = [lp.detach().numpy() for lp in logprobs[0]]
-    return SimpleNamespace(
-        folder=folder, rows=rows, advantages=advantages, logprobs=detached, losses=losses,
-        gradients=gradients, norms=norms, steps=steps,
+    return batch_of(
+        rows, advantages, logprobs=logprobs, gradients=gradients, norms=norms, steps=steps,
+        losses=[mean_advantage] * num_steps,  # the ratio to the policy itself is 1
+        **known,
     )  # fmt: skip
 
 
@@ -158,14 +168,3 @@ def hub_layout(tensors):
         else:
             out[name] = tensor
     return {name: tensor.detach().numpy().copy() for name, tensor in out.items()}
-
-
-def collect(per_rank):
-    """[{row: logprobs}] of the ranks -> logprobs by row."""
-    merged = {row: values for part in per_rank for row, values in part.items()}
-    return [merged[row] for row in sorted(merged)]
-
-
-def clear_gradient(reference, name, step=0):
-    """Returns where Adam's normalised step is not rounding noise."""
-    return np.abs(reference.gradients[step][name]) > 1e-5

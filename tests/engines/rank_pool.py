@@ -5,6 +5,7 @@ import importlib
 import multiprocessing
 import traceback
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -20,8 +21,18 @@ class Ranks:
         self.size = size
         self.processes, self._pipes = [], []
 
+    def __getattr__(self, name):
+        """A function of `worker` or `checkpoint_worker`, to be run on all of them."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return partial(self._run, "worker checkpoint_worker", name)
+
     def call(self, function, **kwargs):
-        """Runs a module's function on all of them; what it returned, rank by rank.
+        """Runs a function of another module."""
+        return self._run(function.__module__, function.__name__, **kwargs)
+
+    def _run(self, modules, name, /, **kwargs):
+        """Runs a function of these modules on all of them; what it returned, rank by rank.
 
         A rank that fails, fails the test in its own words. Others who then do not answer are
         ended, and the next call starts new ones.
@@ -29,7 +40,7 @@ class Ranks:
         if not self.processes:
             self._start()
         for pipe in self._pipes:
-            pipe.send((function.__module__, function.__name__, kwargs))
+            pipe.send((modules, name, kwargs))
         answers, failures = self._answers()
         dead = [process for process in self.processes if not process.is_alive()]
         if dead or len(answers) + len(failures) < self.size:
@@ -60,7 +71,7 @@ class Ranks:
     def _start(self):
         # Ranks are forked from a server that has imported this once: seconds for each of them. It
         # is the process's only one: said at import, it would be what the last test file said.
-        _CONTEXT.set_forkserver_preload(["relax_hpc.engines.megatron.trainer"])
+        _CONTEXT.set_forkserver_preload(["relax_hpc.trainer.megatron.trainer"])
         ends = [_CONTEXT.Pipe() for _ in range(self.size)]
         self._pipes = [mine for mine, _ in ends]
         self.processes = [
@@ -113,6 +124,11 @@ def _share_one_device():
     distributed_c10d.ProcessGroupGloo = OnOneDevice
 
 
+def _function(modules, name):
+    found = (getattr(importlib.import_module(each), name, None) for each in modules.split())
+    return next(filter(None, found))
+
+
 def _serve(rank, size, pipe: Connection):
     import torch
     import torch.distributed as dist
@@ -129,10 +145,10 @@ def _serve(rank, size, pipe: Connection):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     while True:
         try:
-            module, name, kwargs = pipe.recv()
+            modules, name, kwargs = pipe.recv()
         except EOFError:  # the tests are over, however they ended
             return
         try:
-            pipe.send((True, getattr(importlib.import_module(module), name)(**kwargs)))
+            pipe.send((True, _function(modules, name)(**kwargs)))
         except BaseException:  # noqa: BLE001 - outermost frame: the test process reports it
             pipe.send((False, traceback.format_exc()))

@@ -4,129 +4,223 @@ import json
 
 import numpy as np
 import pytest
-import seeing_worker as worker
-from megatron_reference import clear_gradient, collect
+import torch
+from safetensors.torch import load_file
+from seen_rows import counted, logprobs_of, make, tokens_of
+from seen_rows import reference as hugging_face
+from trainers import FULL, assert_close, assert_updated, collect, equal, opened
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.registry import read_architecture
+from relax_hpc.trainer.checkpoints import convert as conversion
+from relax_hpc.trainer.checkpoints.saving import save_hf
+from relax_hpc.trainer.megatron.costs import hearing_flops, tower_flops
+from relax_hpc.trainer.models.hf_files import SINGLE
+from relax_hpc.trainer.models.registry import read_architecture
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+WAYS = {
+    "recomputed": {"transformer": FULL},
+    "overlapped": {"optimizer": {"ddp": {"overlap_grad_reduce": True, "bucket_size": 40_000}}},
+    "chunks of 20": {"actor": {"tower_patches": 20}},
+    "chunks of 60": {"actor": {"tower_patches": 60}},
+    "in host memory": {"actor": {"features_gib": 0}},
+}
+
+
+def seen(folder, batch, budget=90, **how):
+    """What Hugging Face makes of a batch with a model of this kind, which lies in the folder."""
+    torch.set_num_threads(1)
+    found = hugging_face(folder, make(folder, **how), *batch)
+    found.budget = budget
+    return found
+
+
+def open_grid(ranks, reference, grid, *, frozen=(), transformer=()):
+    """A trainer on a grid, and in ways behind its name."""
+    name, *ways = grid.split(", ")
+    tables = {
+        "actor": {"frozen": [*frozen]}, "optimizer": {"weight_decay": 0.1},
+        "transformer": dict(transformer),
+    }  # fmt: skip
+    for way in ways:
+        for table, values in WAYS[way].items():
+            tables[table] |= values
+    return opened(ranks, reference.folder, name, budget=reference.budget, **tables)
 
 
 def long(*grids):
     return [pytest.param(grid, marks=pytest.mark.long) for grid in grids]
 
 
-def assert_equal_to(reference, opened):
+def frozen_cases(short, *others):
+    """(grid, parts) with ids, of which the others take long."""
+    return [
+        pytest.param(grid, parts, id=f"{grid}-{'+'.join(parts)}", marks=marks)
+        for cases, marks in ((short, ()), (others, pytest.mark.long))
+        for grid, parts in cases
+    ]
+
+
+def assert_equal_to(ranks, reference, grid):
     """Logprobs, gradients, and the weights after two updates are Hugging Face's with AdamW.
 
     Gradients are compared with those in float64, of which Hugging Face's in float32 are as far
     away: of the largest of a part, up to 1.6e-6, ours 1.4e-6. Logprobs are 1.2e-6 and 1.0e-6 away.
-
-    `opened` makes a trainer that has the weights of the folder, on its pool.
     """
-    pool = opened()
-    batch = {"rows": reference.rows, "advantages": reference.advantages}
-    logprobs = collect(pool.call(worker.logprobs, rows=reference.rows))
-    for mine, theirs in zip(logprobs, reference.logprobs, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-6)
-    for mine, exact in zip(logprobs, reference.exact.logprobs, strict=True):
-        np.testing.assert_allclose(mine, exact, rtol=0, atol=2e-6)
+    pool = open_grid(ranks, reference, grid)
+    logprobs = collect(pool.logprobs(rows=reference.rows))
+    for known in (reference, reference.exact):
+        assert_close(logprobs, known.logprobs, atol=2e-6, rtol=0)
     largest = {}
     for name, theirs in reference.exact.gradients.items():
         largest[_part_of(name)] = max(largest.get(_part_of(name), 0), np.abs(theirs).max())
-    for found in pool.call(worker.gradients, **batch):
+    for found in pool.gradients(**reference.batch):
         assert set(found) == set(reference.gradients[0])
         for name, theirs in reference.exact.gradients.items():
             away = np.abs(found[name] - theirs).max()
             assert away < min(2e-6 * largest[_part_of(name)], 3e-7), name
-    pool = opened()
+    pool = open_grid(ranks, reference, grid)
     for step in range(2):
-        metrics = pool.call(worker.train, **batch)
+        metrics = pool.train(**reference.batch)
         assert metrics[0]["grad_norm"] == pytest.approx(reference.norms[step], rel=1e-5)
-        for weights in pool.call(worker.weights):
-            for name, theirs in reference.steps[step].items():
-                clear = clear_gradient(reference, name) & clear_gradient(reference, name, step)
-                worst = np.abs(weights[name] - theirs)[clear]
-                assert worst.size == 0 or worst.max() < 1e-5, (name, step)
-
-
-def assert_alike_when_recomputed(reference, opened):
-    """An update with all layers computed again is the same, bitwise.
-
-    `opened` makes a trainer with these settings of Megatron's layers.
-    """
-    found = []
-    for transformer in ({}, FULL):
-        pool = opened(transformer=transformer)
-        metrics = pool.call(worker.train, rows=reference.rows, advantages=reference.advantages)
-        found.append((metrics[0], pool.call(worker.weights)))
-    (plain, expected), (recomputed, weights) = found
-    assert plain == recomputed
-    for mine, theirs in zip(weights, expected, strict=True):
-        assert all(np.array_equal(mine[name], theirs[name]) for name in theirs)
-
-
-def assert_frozen(reference, pool, is_frozen):
-    """What is frozen does not move by a bit, what learns has the gradient it had.
-
-    Args:
-        is_frozen: whether the tensor of a name is.
-
-    Returns:
-        Elements that each rank's optimizer has moments of, and those that learn.
-    """
-    (before, *_) = pool.call(worker.weights)
-    states = pool.call(worker.optimizer_elements)
-    batch = {"rows": reference.rows, "advantages": reference.advantages}
-    metrics = pool.call(worker.train, **batch)
-    learning = {n: g for n, g in reference.gradients[0].items() if not is_frozen(n)}
-    assert 0 < len(learning) < len(reference.gradients[0])
-    norm = np.sqrt(sum((gradient**2).sum() for gradient in learning.values()))
-    assert metrics[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    for after in pool.call(worker.weights):
-        for name, theirs in reference.steps[0].items():
-            if name not in learning:
-                assert np.array_equal(after[name], before[name]), name
-                continue
-            clear = clear_gradient(reference, name)
-            worst = np.abs(after[name] - theirs)[clear]
-            assert worst.size == 0 or worst.max() < 1e-5, name
-    pool.call(worker.train, **batch)
-    return states, sum(gradient.size for gradient in learning.values())
-
-
-def sees_in(name, parts):
-    """Whether a tensor of a model that sees is in one of these parts."""
-    part = "language"
-    if name.startswith("model.visual."):
-        mergers = "model.visual.merger.", "model.visual.deepstack_merger_list."
-        part = "vision_projection" if name.startswith(mergers) else "vision"
-    return part in parts
-
-
-def assert_scores(reference, pool):
-    """Weights that are kept, and a model that only scores, give what Hugging Face gives."""
-    rows = reference.rows
-    first = pool.call(worker.logprobs, rows=rows)
-    pool.call(worker.keep)
-    pool.call(worker.train, rows=rows, advantages=reference.advantages)
-    trained = pool.call(worker.logprobs, rows=rows)
-    again = pool.call(worker.kept_logprobs, rows=rows)
-    for mine, kept, then in zip(first, again, trained, strict=True):
-        assert all(np.array_equal(kept[row], mine[row]) for row in mine)
-        assert not any(np.allclose(then[row], mine[row], rtol=0, atol=1e-4) for row in mine)
-    last = len(rows) - 1
-    micro_batches = [[3, 0, last], [1, 2], [], list(range(4, last))]
-    pool.call(worker.open_scorer)
-    found = pool.call(worker.scorer_logprobs, rows=rows, micro_batches=micro_batches)
-    for of_rank in found:
-        for mine, theirs in zip(of_rank, reference.logprobs, strict=True):
-            np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-6)
+        for weights in pool.weights():
+            assert_updated(weights, reference.steps[step], reference, 0, step)
 
 
 def _part_of(name):
     return next((part for part in ("visual", "audio_tower") if part in name), "language")
+
+
+def assert_alike_when_recomputed(ranks, reference, grid):
+    """An update with all layers computed again is the same, bitwise."""
+    found = []
+    for transformer in ({}, FULL):
+        pool = open_grid(ranks, reference, grid, transformer=transformer)
+        found.append((pool.train(**reference.batch)[0], pool.weights()))
+    (plain, expected), (recomputed, weights) = found
+    assert plain == recomputed and all(map(equal, weights, expected))
+
+
+def assert_read_once(pool, reference, grids, tokens=(), *, is_replicated):
+    """Each medium is read and encoded by one rank of a replica; one that both replicas see, twice.
+
+    Args:
+        grids: by the number of what is seen.
+        tokens: of what is heard.
+
+    Returns:
+        (numbers of the media that each rank read, what ranks say it cost, patches).
+    """
+    pool.train(**reference.batch)
+    read, costs, tokens = pool.read(), pool.costs(), dict(tokens)
+    everything = grids.keys() | tokens.keys()
+    assert {number for rank in read for number in rank} == everything
+    for rank in read:
+        assert len(rank) == len(set(rank)), "rows share a medium"
+    numbers = [number for rank in read for number in rank]
+    if not is_replicated:
+        assert len(numbers) == len(everything)
+    seen = [grids[number] for number in numbers if number in grids]
+    heard = [number for number in numbers if number in tokens]
+    shape = read_architecture(reference.folder)
+    flops = tower_flops(shape.vision, seen)
+    flops += hearing_flops(shape.audio, [tokens[n] for n in heard]) if tokens else 0
+    for rank in costs:
+        assert rank["train/tower_tflops"] == pytest.approx(flops / 1e12)
+        assert counted(rank).items() >= tokens_of(reference.rows).items()
+        assert rank["time/towers"] > 0
+    patches = sum(np.prod(each) for each in seen)
+    frames = sum(number // 1000 for number in heard)
+    assert np.sum(pool.encoded(), axis=0).tolist() == 2 * [[patches, frames]]
+    return read, costs, patches
+
+
+def assert_placeholder_is_text(pool, row, token):
+    """A row in which a policy sampled it has logprobs as if it were any other: in no grid."""
+    ids = row.token_ids.copy()
+    ids[-3] = token
+    (found,) = collect(pool.logprobs(rows=[row._replace(token_ids=ids)]))
+    (plain,) = collect(pool.logprobs(rows=[row]))
+    assert np.array_equal(found[:-3], plain[:-3])
+    assert np.isfinite(found).all() and not np.allclose(found[-2:], plain[-2:])
+
+
+def assert_exported(ranks, reference, source, grids, tmp_path, model_class):
+    """Weights go out as they came in, bitwise; after a step, transformers computes of the export
+    what the trainer does.
+
+    Args:
+        source: the folder of the weights, in the hub's layout.
+    """
+    given = load_file(source / SINGLE)
+    for grid in grids:
+        for number, found in enumerate(open_grid(ranks, reference, grid).weights()):
+            out = tmp_path / f"{grid}-{number}"
+            tensors = ((name, torch.from_numpy(tensor)) for name, tensor in found.items())
+            save_hf(out, tensors, source, write=True)
+            assert equal(load_file(out / SINGLE), given)
+    pool = open_grid(ranks, reference, "one")
+    pool.train(**reference.batch)
+    [trained] = pool.logprobs(rows=reference.rows)
+    pool.save(folder=tmp_path / "step")
+    conversion.to_hf(tmp_path / "step", source, tmp_path / "hf")
+    model = model_class.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for number, row in enumerate(reference.rows):
+            theirs = logprobs_of(model, row, reference.folder).numpy()
+            assert np.abs(trained[number] - theirs).max() < 1e-5
+            assert np.abs(trained[number] - reference.logprobs[number]).max() > 1e-3
+    conversion.to_megatron(source, tmp_path / "core")
+    conversion.to_hf(tmp_path / "core", source, tmp_path / "same")
+    assert equal(load_file(tmp_path / "same" / SINGLE), given)
+
+
+def assert_frozen(ranks, reference, grid, parts, part_of):
+    """What is frozen does not move by a bit, what learns has the gradient it had.
+
+    Args:
+        part_of: the part that the tensor of a name is in.
+    """
+    pool = open_grid(ranks, reference, grid, frozen=parts)
+    before, held = pool.weights()[0], pool.held()
+    metrics = pool.train(**reference.batch)
+    gradients = reference.gradients[0]
+    learning = {name: g for name, g in gradients.items() if part_of(name) not in parts}
+    assert 0 < len(learning) < len(gradients)
+    norm = np.sqrt(sum((gradient**2).sum() for gradient in learning.values()))
+    assert metrics[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    still = {name: tensor for name, tensor in before.items() if name not in learning}
+    expected = {name: reference.steps[0][name] for name in learning}
+    for after in pool.weights():
+        assert equal({name: after[name] for name in still}, still)
+        assert_updated(after, expected, reference)
+    pool.train(**reference.batch)
+    if pool.size == 1:
+        assert held[0][1] == sum(gradient.size for gradient in learning.values())
+
+
+def seeing_part(name):
+    """The part of a tensor of a model that sees."""
+    if not name.startswith("model.visual."):
+        return "language"
+    mergers = "model.visual.merger.", "model.visual.deepstack_merger_list."
+    return "vision_projection" if name.startswith(mergers) else "vision"
+
+
+def assert_scores(pool, reference):
+    """Weights that are kept, and a model that only scores, give what Hugging Face gives."""
+    rows = reference.rows
+    first = pool.logprobs(rows=rows)
+    pool.keep()
+    pool.train(**reference.batch)
+    trained, again = pool.logprobs(rows=rows), pool.kept_logprobs(rows=rows)
+    for mine, kept, then in zip(first, again, trained, strict=True):
+        assert equal(kept, mine)
+        assert not any(np.allclose(then[row], mine[row], rtol=0, atol=1e-4) for row in mine)
+    last = len(rows) - 1
+    micro_batches = [[3, 0, last], [1, 2], [], list(range(4, last))]
+    pool.open_scorer()
+    for found in pool.scorer_logprobs(rows=rows, micro_batches=micro_batches):
+        assert_close(found, reference.logprobs, atol=2e-6, rtol=0)
 
 
 def assert_refused(folder, tmp_path, part, key, value, message):

@@ -10,15 +10,16 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from megatron_reference import hub_layout
+from megatron_reference import hub_layout, updated
 from torch.overrides import TorchFunctionMode
+from trainers import num_tokens
 
-from relax_hpc.config.media import MediaConfig
-from relax_hpc.demo import hearing, seeing
-from relax_hpc.media.extent import Extent, audio_tokens, interleaved
-from relax_hpc.media.kinds import modality_of
-from relax_hpc.media.patches import patches, table
-from relax_hpc.media.recipe import read_recipe
+from relax_hpc.cli.demo import models
+from relax_hpc.config.prompts import MediaConfig
+from relax_hpc.data.media.extent import Extent, audio_tokens, interleave
+from relax_hpc.data.media.kinds import modality_of
+from relax_hpc.data.media.patches import patches, table
+from relax_hpc.data.media.recipe import read_recipe
 from relax_hpc.schema import FinishReason, MediaKind, Medium, Trajectory
 
 START, END, IMAGE, VIDEO, AUDIO_START, AUDIO_END, AUDIO = range(259, 266)
@@ -32,18 +33,18 @@ def make(folder, *, kind="vl", seed=0, deeper=False):
     """
     if deeper:
         with (
-            patch.dict(seeing.TEXT, num_hidden_layers=8),
-            patch.dict(seeing.VISION, deepstack_visual_indexes=[0, 1]),
+            patch.dict(models.TEXT, num_hidden_layers=8),
+            patch.dict(models.VISION, deepstack_visual_indexes=[0, 1]),
         ):
             return make(folder, kind=kind, seed=seed)
     if kind == "omni":
-        tokens = hearing.tokenizer()
-        whole = hearing.model(tokens, seed=seed)
-        model, save = whole.thinker, hearing.save
+        tokens = models.hearing_tokenizer()
+        whole = models.hearing_model(tokens, seed=seed)
+        model, save = whole.thinker, models.save_hearing
     else:
-        tokens = seeing.tokenizer()
-        whole = model = seeing.model(kind, tokens, seed=seed)
-        save = seeing.save
+        tokens = models.seeing_tokenizer()
+        whole = model = models.seeing_model(kind, tokens, seed=seed)
+        save = models.save_seeing
     torch.manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -152,7 +153,7 @@ def _add_pair(ids, spans, number, video, heard):
     seen = Extent(
         "video", (np.prod(grid) // 4,), grid=grid, seconds_per_grid=video.seconds_per_grid
     )
-    turns = [iter(each.tokens) for each in interleaved(seen, Extent("audio", (total,)), 13.0)]
+    turns = [iter(each.tokens) for each in interleave(seen, Extent("audio", (total,)), 13.0)]
     place = 0
     while count := next(turns[place], 0):
         spans.append((number + place, len(ids), count))
@@ -321,45 +322,16 @@ def exact(model, rows, advantages, folder):
             v[torch.from_numpy(r.loss_mask) > 0].sum() for v, r in zip(values, rows, strict=True)
         )
         loss = -sum(float(a) * each for a, each in zip(advantages, sampled, strict=True))
-        (loss / int(sum(each.loss_mask.sum() for each in rows))).backward()
+        (loss / num_tokens(rows)).backward()
     table.cache_clear()  # it is in float64 now
     gradients = _hub_layout(model, {n: p.grad for n, p in model.named_parameters()})
     return SimpleNamespace(logprobs=[v.detach().numpy() for v in values], gradients=gradients)
 
 
-def reference(folder, model, rows, advantages, num_steps=2, frozen=()):
-    """Logprobs, gradients of the mean loss and weights of updates by torch's AdamW.
-
-    Args:
-        frozen: beginnings of names that do not learn.
-    """
-    count = int(sum(each.loss_mask.sum() for each in rows))
-    learning = {n: p for n, p in model.named_parameters() if not n.startswith(tuple(frozen))}
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in learning)
-    adamw = torch.optim.AdamW(
-        [
-            {"params": [p for p in learning.values() if p.ndim > 1], "weight_decay": 0.1},
-            {"params": [p for p in learning.values() if p.ndim == 1], "weight_decay": 0.0},
-        ],
-        lr=1e-3,
-        betas=(0.9, 0.95),
-    )
-    found = SimpleNamespace(
-        folder=folder, rows=rows, advantages=advantages, logprobs=[], gradients=[], steps=[],
-        norms=[], exact=exact(model, rows, advantages, folder),
+def reference(folder, model, rows, advantages, num_steps=2):
+    """What becomes of a batch with media; see `updated`."""
+    known = {"folder": folder, "exact": exact(model, rows, advantages, folder)}
+    return updated(
+        model, rows, advantages, lambda row: logprobs_of(model, row, folder),
+        lambda tensors: _hub_layout(model, tensors), num_steps, **known,
     )  # fmt: skip
-    for step in range(num_steps):
-        model.zero_grad()
-        loss = torch.zeros(())
-        for each, worth in zip(rows, advantages, strict=True):
-            values = logprobs_of(model, each, folder)
-            if step == 0:
-                found.logprobs.append(values.detach().numpy().copy())
-            loss = loss - float(worth) * values[torch.from_numpy(each.loss_mask) > 0].sum()
-        (loss / count).backward()
-        found.gradients.append(_hub_layout(model, {n: p.grad for n, p in learning.items()}))
-        found.norms.append(np.sqrt(sum((g**2).sum() for g in found.gradients[-1].values())))
-        adamw.step()
-        found.steps.append(_hub_layout(model, dict(model.named_parameters())))
-    return found

@@ -8,21 +8,17 @@ import numpy as np
 import soundfile
 import torch
 from PIL import Image
-from transformers import (
-    AutoModelForImageTextToText,
-    Qwen3OmniMoeThinkerForConditionalGeneration,
-)
+from transformers import AutoModelForImageTextToText, Qwen3OmniMoeThinkerForConditionalGeneration
 
-from relax_hpc.config.media import MediaConfig
-from relax_hpc.demo import hearing, seeing, tones
-from relax_hpc.engines.generation import GenerationClient
-from relax_hpc.engines.response import Draft, Sampling
-from relax_hpc.media.canonical import canonical, measured_all
-from relax_hpc.media.expand import expand, with_times
-from relax_hpc.media.patches import patches
-from relax_hpc.media.recipe import read_recipe
-from relax_hpc.media.source import Source
-from relax_hpc.media.workers import Decoders, MediaWorkers
+from relax_hpc.cli.demo import models, tasks
+from relax_hpc.config.prompts import MediaConfig
+from relax_hpc.data.media.canonical import canonical, measure_media
+from relax_hpc.data.media.expand import expand, with_times
+from relax_hpc.data.media.patches import patches
+from relax_hpc.data.media.recipe import read_recipe
+from relax_hpc.data.media.source import MediaSource
+from relax_hpc.data.media.workers import Decoders, MediaWorkers
+from relax_hpc.inference.generation import Draft, GenerationClient, Sampling
 
 TOLERANCE = 2e-6  # nats, float32; another image of the same size is above 1e-2
 IN_PIECES = 4e-6  # of a prompt read in pieces, whose sums are made in another order: once 2.3e-6
@@ -40,37 +36,37 @@ def image(seed, height=64, width=96):
 def source(folder, seed, **size):
     path = folder / f"{seed}.png"
     image(seed, **size).save(path)
-    return Source(f"image {seed}", "image", path=path)
+    return MediaSource(f"image {seed}", "image", path=path)
 
 
 def clip(folder, seed):
     frames = tuple(source(folder, seed + n) for n in range(4))
-    return Source(f"clip {seed}", "video", frames=frames, fps=2.0)
+    return MediaSource(f"clip {seed}", "video", frames=frames, fps=2.0)
 
 
 def film(folder, seed, seconds=2.0, rate=3, heard_s=2.0):
     """A video file of noise, with its sound; `rate` is of frames."""
     path = folder / f"{seed}.mp4"
     frames = [np.asarray(image(seed + n)) for n in range(int(seconds * rate))]
-    wave = np.random.default_rng(seed).normal(0, 0.1, (1, int(heard_s * tones.RATE)))
+    wave = np.random.default_rng(seed).normal(0, 0.1, (1, int(heard_s * tasks.RATE)))
     with av.open(str(path), "w") as container:
         shown = container.add_stream("libx264", rate=rate)
         shown.height, shown.width, shown.pix_fmt = *frames[0].shape[:2], "yuv420p"
-        heard = container.add_stream("aac", rate=tones.RATE)
+        heard = container.add_stream("aac", rate=tasks.RATE)
         for frame in frames:
             container.mux(shown.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         block = av.AudioFrame.from_ndarray(wave.astype(np.float32), "fltp", "mono")
-        block.sample_rate = tones.RATE
+        block.sample_rate = tasks.RATE
         container.mux(heard.encode(block))
         container.mux([*shown.encode(), *heard.encode()])
-    return Source(f"film {seed}", "video", path=path)
+    return MediaSource(f"film {seed}", "video", path=path)
 
 
 def sound(folder, seed, seconds=1.2):
     path = folder / f"{seed}.wav"
-    wave = np.random.default_rng(seed).normal(0, 0.1, int(seconds * tones.RATE))
-    soundfile.write(path, wave, tones.RATE)
-    return Source(f"sound {seed}", "audio", path=path)
+    wave = np.random.default_rng(seed).normal(0, 0.1, int(seconds * tasks.RATE))
+    soundfile.write(path, wave, tasks.RATE)
+    return MediaSource(f"sound {seed}", "audio", path=path)
 
 
 def make(folder, *, kind="vl", seed=5, like=None):
@@ -79,13 +75,7 @@ def make(folder, *, kind="vl", seed=5, like=None):
     With `like` it is that one with another tower, that hears if it has one, or with other experts
     where it has some.
     """
-    of = hearing if kind == "omni" else seeing
-    tokens = of.tokenizer()
-    model = (
-        hearing.model(tokens, seed=seed)
-        if kind == "omni"
-        else seeing.model(kind, tokens, seed=seed)
-    )
+    tokens, model, save = models.make_media_model(kind, seed)
     other = {"vl": "visual", "vl-moe": ".experts.", "omni": "audio_tower"}[kind]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -94,7 +84,7 @@ def make(folder, *, kind="vl", seed=5, like=None):
                 parameter.mul_(3.0)
             if like is not None and not is_other:
                 parameter.copy_(like.get_parameter(name))
-    of.save(folder, model, tokens)
+    save(folder, model, tokens)
     return model
 
 
@@ -102,7 +92,7 @@ class Seer:
     """The tiny model: its reference, its recipe, and its engine."""
 
     def __init__(self, folder):
-        self.folder, self.tokens = folder, seeing.tokenizer()
+        self.folder, self.tokens = folder, models.seeing_tokenizer()
         self.recipe = read_recipe(folder, MediaConfig())
         self.model = AutoModelForImageTextToText.from_pretrained(folder).float().eval()
         ids = self.tokens.convert_tokens_to_ids
@@ -111,12 +101,16 @@ class Seer:
 
     def prompt(self, text, *sources):
         """Token ids, media with their room, and spans."""
-        media = measured_all(sources, self.recipe)
+        media = measure_media(sources, self.recipe)
         extents = [each.extent for each in media]
         written = with_times(text, extents, self.recipe.family)
         ids = self.tokens.encode(written, add_special_tokens=False)
         found = expand(ids, extents, self.placeholders)
         return found.token_ids, media, found.spans
+
+    def gap(self, prompt, made):
+        """Nats by which a response's logprobs are away from Hugging Face's, token by token."""
+        return (torch.tensor(made.logprobs) - self.logprobs(prompt, made.token_ids)).abs()
 
     def logprobs(self, prompt, response):
         """Hugging Face's, of a response in which placeholders are text, as any token is."""
@@ -174,7 +168,7 @@ class Hearer(Seer):
     """The same of the tiny model that hears, too, also videos."""
 
     def __init__(self, folder):
-        self.folder, self.tokens = folder, hearing.tokenizer()
+        self.folder, self.tokens = folder, models.hearing_tokenizer()
         self.recipe = read_recipe(
             folder, MediaConfig(audio_in_video=True, video_tokens_per_frame=(2, 24))
         )
@@ -256,10 +250,29 @@ def ask(seer, prompts, new=12, draft=None, before=lambda view: view, **sampling)
             )
             asked = []
             for number, (ids, media, spans) in enumerate(prompts):
-                made = await stack.enter_async_context(workers.prepared(media, spans))
+                made = await stack.enter_async_context(workers.prepare(media, spans))
                 how = Sampling(**settings, view=before(made.view))
                 given = None if draft is None else Draft(list(draft), [0.0] * len(draft), [])
                 asked.append(client.sample(ids, number, how, draft=given))
             return await asyncio.gather(*asked)
 
     return asyncio.run(run())
+
+
+def assert_update_is_seen(seer, other, prompt):
+    """A request after an update has logprobs of the `other` model's weights, and of no older ones.
+
+    SGLang keeps a tower's features, and does not ask which weights made them.
+    """
+    [before] = ask(seer, [prompt])
+    client = seer.process.client()
+    try:
+        client.update_weights_from_disk(str(other.folder), 1)
+        [after] = ask(seer, [prompt])
+        assert other.gap(prompt, after).max() <= TOLERANCE
+        old, new = (each.logprobs(prompt, after.token_ids) for each in (seer, other))
+        assert (new - old).abs().max() > 1e-2
+        assert before.version_runs == [(0, 0)] and after.version_runs == [(0, 1)]
+    finally:
+        client.update_weights_from_disk(str(seer.folder), 2)
+        client.close()

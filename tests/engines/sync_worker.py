@@ -4,98 +4,62 @@ import resource
 import signal
 import threading
 import time
+from functools import partial
 
-import torch
-from megatron_worker import FixedWorld, _set_grid, _state
+import torch.distributed as dist
+from worker import CPU, PoolWorld, _state, set_grid
 
-
-class PoolWorld(FixedWorld):
-    """The ranks of a pool, by the group that they have anyway."""
-
-    def bcast(self, value):
-        import torch.distributed as dist
-
-        box = [value]
-        dist.broadcast_object_list(box)
-        return box[0]
-
-    def allgather(self, value):
-        import torch.distributed as dist
-
-        values = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
-
-    def barrier(self):
-        import torch.distributed as dist
-
-        dist.barrier()
+from relax_hpc.config.rollout import WeightsConfig
+from relax_hpc.inference.client import EngineClient
+from relax_hpc.inference.members import EngineRegistry
+from relax_hpc.runtime.comm.bucket import BucketPlan
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.trainer.checkpoints.saving import save_hf
+from relax_hpc.trainer.megatron import hf_weights
+from relax_hpc.trainer.megatron.scorer import MegatronScorer
+from relax_hpc.weights.publish import Publisher
+from relax_hpc.weights.same_gpu import LaneLink, give_lane
+from relax_hpc.weights.snapshot import SnapshotWriter
+from relax_hpc.weights.staging import Outgoing, give_gathered
+from relax_hpc.weights.transport import TrainerRanks, call_timeout_s
 
 
 def open_publisher(
-    config,
-    ids,
-    bucket_bytes,
-    timeout_s,
-    lanes=False,
-    bend=None,
-    waits_for_loads=True,
-    frozen=(),
+    config, ids, bucket_bytes, timeout_s, lanes=False, bend=None, waits_for_loads=True, frozen=(),
     **control,
-):
+):  # fmt: skip
     """Builds the model; on rank 0 a publisher for the members `ids` of the run of `config`.
 
     With `lanes` the engines are on the ranks' own GPUs, as it were. With `bend` the first tensor is
     announced by another "shape" or "name" than engines know. `control` is for clients. `frozen`
     parts do not learn.
     """
-    import torch.distributed as dist
-
-    from relax_hpc.comm.bucket import BucketPlan
-    from relax_hpc.config.rollout import WeightsConfig
-    from relax_hpc.engines.client import EngineClient
-    from relax_hpc.engines.megatron.scorer import MegatronScorer
-    from relax_hpc.fleet.register import Register
-    from relax_hpc.paths import RunPaths
-    from relax_hpc.weights.lanes import LaneGiver, LaneLink
-    from relax_hpc.weights.publish import Publisher
-    from relax_hpc.weights.ranks import TrainerRanks
-    from relax_hpc.weights.snapshot import SnapshotWriter
-    from relax_hpc.weights.staging import Giver
-    from relax_hpc.weights.transport import call_timeout_s
-
-    _set_grid(config.actor.layout)
-    device = torch.device("cpu")
-    world = PoolWorld(dist.get_rank(), dist.get_world_size())
-    scorer = _state["scorer"] = MegatronScorer(config.model, config.actor, world, device)
+    set_grid(config.actor.layout)
+    world = PoolWorld()
+    scorer = _state["scorer"] = MegatronScorer(config.model, config.actor, world, CPU)
     scorer._frozen = frozen
     specs, paths = scorer.weight_specs(), RunPaths(config.run_dir)
     weights = WeightsConfig(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     plan = bent(BucketPlan.of(specs, bucket_bytes), bend)
     link, gather = None, scorer.gather(bucket_bytes, to_all=lanes)
-    others = {"collective": Giver(gather)}
+    others = {"collective": partial(give_gathered, gather)}
     if lanes:
-        link = LaneLink(world, plan, device, weights)
-        others = {"lanes": LaneGiver(link, gather)}
+        link = LaneLink(world, plan, CPU, weights)
+        others = {"lanes": partial(give_lane, link, gather)}
     snapshots = SnapshotWriter(paths.weights, specs, world, config.model.path)
     ranks = _state["ranks"] = TrainerRanks(world, snapshots, others)
     if dist.get_rank() == 0:
-        _state["publisher"] = Publisher(
-            weights,
-            Register(
-                paths,
-                lambda: ids,
-                lambda member: EngineClient(
-                    member.url, "right", timeout_s=call_timeout_s(timeout_s), **control
-                ),
+        registry = EngineRegistry(
+            paths,
+            lambda: ids,
+            lambda member: EngineClient(
+                member.url, "right", timeout_s=call_timeout_s(timeout_s), **control
             ),
-            plan,
-            device=device,
-            ranks=ranks,
-            link=link,
-            gather=gather,
-            waits_for_loads=waits_for_loads,
         )
+        _state["publisher"] = Publisher(
+            weights, registry, plan, device=CPU, ranks=ranks, link=link, gather=gather,
+            waits_for_loads=waits_for_loads,
+        )  # fmt: skip
 
 
 def bent(plan, how):
@@ -113,30 +77,21 @@ def publish(version, folder, check):
 
     Once, though members may be left for a further publication.
     """
-    import torch.distributed as dist
-
-    from relax_hpc.engines.megatron.hf import hf_weights
-
     scorer = _state["scorer"]
     hf_weights.load(scorer._chunks, folder)
-    tensors = scorer.named_weights()
+    tensors = scorer.stream_weights()
     if dist.get_rank():
-        return _state["ranks"].publish(version, tensors)
+        return _state["ranks"].publish(tensors)
     published = _state["publisher"].publish(version, tensors, check=check)
     return published._asdict() | {"verified": published.verified and published.verified._asdict()}
 
 
 def export(folder, to):
     """Loads a checkpoint, and writes it as an export is written, in several files."""
-    import torch.distributed as dist
-
-    from relax_hpc.checkpoints.export import save_hf
-    from relax_hpc.engines.megatron.hf import hf_weights
-
     scorer = _state["scorer"]
     hf_weights.load(scorer._chunks, folder)
     write = dist.get_rank() == 0
-    save_hf(to, scorer.named_weights(), folder, write=write, shard_bytes=400_000)
+    save_hf(to, scorer.stream_weights(), folder, write=write, shard_bytes=400_000)
 
 
 def wait_for_loads():
@@ -145,7 +100,7 @@ def wait_for_loads():
         lacks = publisher.wait_for_loads()
         return lacks, [
             (ended.member.id, ended.version, ended.verified and ended.verified.equal)
-            for ended in publisher.ended_loads()
+            for ended in publisher.take_ended_loads()
         ]
     return None
 
@@ -153,9 +108,6 @@ def wait_for_loads():
 def hold(place, reached, released, url=None):
     """Makes the next publication stop at a place: it makes the file `reached` there, and goes on
     when `released` is there. With `url` only what is done with that engine."""
-    from relax_hpc.engines.client import EngineClient
-    from relax_hpc.weights.staging import Outgoing
-
     owner, name = {
         "in": (Outgoing, "send"),  # when the first of its buckets has been sent
         "resuming": (EngineClient, "resume"),  # when all of them are in their places
@@ -188,8 +140,6 @@ def hold(place, reached, released, url=None):
 
 def limit_files(num_bytes):
     """The last rank cannot write files that are larger; None lifts that."""
-    import torch.distributed as dist
-
     if dist.get_rank() == dist.get_world_size() - 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,22 +1,15 @@
 """Every kind of algorithm trains alike however model and batch are shared out."""
 
 import discounted
-import layouts_worker
-import megatron_worker as worker
 import numpy as np
 import pytest
-from megatron_reference import collect, dense, mixture
-from megatron_worker import job, trajectories
+from megatron_reference import mixture
+from trainers import collect, opened, trajectories
 
 pytestmark = pytest.mark.long
 
-SPLITS = {
-    "three portions": (1, {}, 3),
-    "tp2": (2, {"tensor_parallel": 2}, 1),
-    "pp2": (2, {"pipeline_parallel": 2}, 1),
-    "cp2": (2, {"context_parallel": 2}, 1),
-    "dp2": (2, {"data_parallel": 2}, 2),
-}
+SPLITS = [("one", 3), ("tp2", 1), ("pp2", 1), ("cp2", 1), ("dp2", 2)]
+"""Grids, and portions of a batch."""
 CASES = {
     "async": {"preset": "async", "loss": {"eps": 0.002}},
     "gspo": {"preset": "gspo", "loss": {"clip_low": 0.1}},
@@ -35,41 +28,37 @@ OPTIMIZER = {"lr": 0.1, "megatron": {"adam_eps": 1.0}}
 
 
 @pytest.fixture(scope="module")
-def batch(ranks, tmp_path_factory):
+def batch(ranks, folder):
     """(folder, rows, advantages): 6 groups of 4, sampled near the policy."""
-    folder = tmp_path_factory.mktemp("dense")
-    dense(folder)
     return folder, *sampled(ranks, folder)
 
 
 def sampled(ranks, folder):
     made, advantages = trajectories(24)
     rows = [row._replace(guid=row.guid // 4, sibling=row.guid % 4) for row in made]
-    ranks[1].call(worker.open_trainer, config=job(folder))
-    logprobs = collect(ranks[1].call(worker.logprobs, rows=rows))
+    logprobs = collect(opened(ranks, folder).logprobs(rows=rows))
     noise = np.random.default_rng(3)
     return [
         row.with_columns(
-            rollout_logprobs=np.where(
-                row.loss_mask, values + noise.normal(0, 0.3, len(values)), np.nan
-            ).astype("f4"),
+            rollout_logprobs=among(row, values + noise.normal(0, 0.3, len(values))),
             values=noise.normal(0, 1, len(values)).astype("f4"),
-            teacher_logprobs=np.where(
-                row.loss_mask, values - noise.exponential(0.5, len(values)), np.nan
-            ).astype("f4"),
+            teacher_logprobs=among(row, values - noise.exponential(0.5, len(values))),
         )
         for row, values in zip(rows, logprobs, strict=True)
     ], advantages
 
 
+def among(row, values):
+    """Those of trained tokens, among what nothing may read."""
+    return np.where(row.loss_mask, values, np.nan).astype("f4")
+
+
 def train(ranks, folder, rows, advantages, split, cases=CASES):
-    size, layout, num_portions = split
-    config = job(folder, layout=layout, budget=50, optimizer=OPTIMIZER)
-    ranks[size].call(worker.open_trainer, config=config)
-    found = ranks[size].call(
-        layouts_worker.train,
-        rows=rows, advantages=advantages, cases=list(cases.values()), num_portions=num_portions,
-    )  # fmt: skip
+    grid, num_portions = split
+    pool = opened(ranks, folder, grid, budget=50, optimizer=OPTIMIZER)
+    found = pool.train_algorithms(
+        rows=rows, advantages=advantages, cases=list(cases.values()), num_portions=num_portions
+    )
     for rank in found[1:]:
         for (metrics, _), (first, _) in zip(rank, found[0], strict=True):
             assert metrics == first
@@ -78,7 +67,7 @@ def train(ranks, folder, rows, advantages, split, cases=CASES):
 
 @pytest.fixture(scope="module")
 def expected(ranks, batch):
-    found = train(ranks, *batch, (1, {}, 1))
+    found = train(ranks, *batch, ("one", 1))
     metrics = {case: of_case for case, (of_case, _) in found.items()}
     assert all(of_case["skipped"] == 0 for of_case in metrics.values())
     assert 0.1 < metrics["async"]["loss/masked_fraction"] < 0.9
@@ -87,7 +76,7 @@ def expected(ranks, batch):
     return found
 
 
-@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("split", SPLITS)
 def test_loss_gradient_and_update_are_those_of_one_rank(ranks, batch, expected, split):
     agree(train(ranks, *batch, split), expected)
 
@@ -96,8 +85,7 @@ def test_and_with_experts_shared_out(ranks, tmp_path):
     mixture(tmp_path)
     rows, advantages = sampled(ranks, tmp_path)
     given = {"ranks": ranks, "folder": tmp_path, "rows": rows, "advantages": advantages}
-    layout = {"data_parallel": 2, "expert_parallel": 2}
-    agree(train(**given, split=(2, layout, 1)), train(**given, split=(1, {}, 1)))
+    agree(train(**given, split=("dp2_ep2", 1)), train(**given, split=("one", 1)))
 
 
 def agree(found, expected):

@@ -1,15 +1,17 @@
-"""The benchmark of media: same work both ways, figures that fit each other, real parts."""
+"""The benchmark of media: same work both ways, figures that fit each other, real media."""
 
 import asyncio
 import time
 
+import media
+import media_engine
+import media_prepare
+import media_towers
 import pytest
+from media_shapes import SHAPES, encoded, model_folder, pixels, recipe_of
 from sglang_under_test import SGLANG_PYTHON
 
-from relax_hpc.bench.media import engine, parts, prepare, tower_task, towers
-from relax_hpc.bench.media.folder import SHAPES, model_folder, recipe_of
-from relax_hpc.bench.media.photos import encoded, pixels
-from relax_hpc.models.registry import read_architecture
+from relax_hpc.trainer.models.registry import read_architecture
 
 
 def by_name(rows):
@@ -49,7 +51,7 @@ def test_photos_are_as_large_as_real_ones():
 
 def test_a_held_loop_is_noticed():
     async def held():
-        watch = asyncio.create_task(prepare._watch(stop := asyncio.Event()))
+        watch = asyncio.create_task(media_prepare._watch(stop := asyncio.Event()))
         await asyncio.sleep(0.01)
         begin = time.thread_time()
         while time.thread_time() - begin < 0.05:
@@ -69,20 +71,20 @@ def test_a_sample_has_a_png_of_its_own_and_siblings_share_an_image_on_the_bus(mo
         made.append(kind)
         return encoded(array, kind)
 
-    monkeypatch.setattr(prepare, "encoded", counted)
-    work = prepare.Work(side=256, images=4, repeats=2, workers=1)
-    cpu, _, _, _, one, four = prepare.measure("tiny", work)
+    monkeypatch.setattr(media_prepare, "encoded", counted)
+    work = media_prepare.Work(side=256, images=4, repeats=2, workers=1)
+    cpu, _, _, _, one, four = media_prepare.measure("tiny", work)
     assert made.count("PNG") == 3 * 8 and made.count("JPEG") == 4
     assert cpu.value > 0 and cpu.baseline > 0
     assert 1 < one.value < 1.5 and 1 < four.value < 1.1, "of the bytes of the files"
 
 
 def test_the_towers_compute_the_same_and_every_row_is_there():
-    work = tower_task.Work(
+    work = media_towers.Work(
         large=((2, (64, 96)),), small=(5, (64, 64)), memory=(1, 3), memory_size=(64, 64),
         tower_patches=32, repeats=1, shared=True,
     )  # fmt: skip
-    found = by_name(towers.measure("tiny", work))
+    found = by_name(media_towers.measure("tiny", work))
     assert list(found) == [
         "forward, 2 x 64 x 96",
         "forward and backward, 5 x 64 x 64",
@@ -101,38 +103,38 @@ def test_the_share_of_the_tower_is_of_a_group_of_eight_rows(tmp_path):
     """Qwen3-VL-4B's language model has 4.02e9 weights in products, and attends 36 x 4,096 wide."""
     shape = read_architecture(model_folder("qwen3-vl-4b", tmp_path))
     flops = 6 * 4.02e9 * 8 * 2124 + 6 * 36 * 4096 * 8 * 2124**2
-    seconds = tower_task.language_seconds(shape, 2124, 0.45 * 989e12)
+    seconds = media_towers.language_seconds(shape, 2124, 0.45 * 989e12)
     assert seconds == pytest.approx(flops / (0.45 * 989e12), rel=1e-2)
-    assert tower_task.share(1.0, 4.0) == 0.2
+    assert media_towers.share(1.0, 4.0) == 0.2
 
 
 def test_the_ratio_of_requests_is_the_median_of_those_within_a_turn():
-    figures = engine.Figures([1.0, 2.0, 4.0], [6.0, 10.0, 28.0], [3.0, 3.0, 3.0], [1, 1.2, 1])
-    both, encoded, ours, png = engine.rows(figures, engine.Work(images=5, siblings=2))
+    figures = media_engine.Figures([1.0, 2.0, 4.0], [6.0, 10.0, 28.0], [3.0, 3.0, 3.0], [1, 1.2, 1])
+    both, encoded, ours, png = media_engine.rows(figures, media_engine.Work(images=5, siblings=2))
     assert (both.value, both.baseline, both.ratio) == (5.0, 1.0, 6.0)
     assert (encoded.value, ours.value, png.value) == (1.2, 2.0, 3.0)
 
 
 def test_what_nobody_knows_is_named():
-    works = parts.works_of("tiny")
+    works = media.works_of("tiny")
     with pytest.raises(ValueError, match="--part nothing: is none of prepare, towers, engine"):
-        next(parts.measure(["nothing"], "tiny", works))
+        next(media.measure(["nothing"], "tiny", works))
     with pytest.raises(ValueError, match="--shape nothing"):
-        next(parts.measure(["prepare"], "nothing", works))
+        next(media.measure(["prepare"], "nothing", works))
 
 
 def test_options_go_to_the_parts_that_they_are_of():
-    works = parts.works_of("qwen3-vl-4b", tower_patches=8192, mfu=0.5, workers=3, repeats=2)
+    works = media.works_of("qwen3-vl-4b", tower_patches=8192, mfu=0.5, workers=3, repeats=2)
     assert (works.towers.tower_patches, works.towers.mfu) == (8192, 0.5)
     assert works.prepare[-2:] == (2, 3) and works.engine[-2:] == (2, 3)
-    assert works.towers.repeats == 2 and works.towers.large == tower_task.Work().large
+    assert works.towers.repeats == 2 and works.towers.large == media_towers.Work().large
 
 
 @pytest.mark.sglang
 @pytest.mark.skipif(not SGLANG_PYTHON, reason="needs SGLang")
 def test_both_ways_get_their_tokens_of_a_real_engine():
-    work = engine.Work(images=2, siblings=2, side=64, repeats=1, workers=1)
-    both, encoded, ours, png = engine.measure("tiny", work, python=SGLANG_PYTHON)
+    work = media_engine.Work(images=2, siblings=2, side=64, repeats=1, workers=1)
+    both, encoded, ours, png = media_engine.measure("tiny", work, python=SGLANG_PYTHON)
     assert encoded.value == 1, "the sibling waited, and found the image in the engine's cache"
     assert both.ratio == pytest.approx(both.value / both.baseline)
     assert both.value == pytest.approx(4 / ours.value) and png.value > 0

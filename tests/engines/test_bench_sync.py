@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from relax_hpc.bench.sync import figures as reporting
-from relax_hpc.bench.sync import trial
-from relax_hpc.bench.sync.steady_load import tokens_per_s
+from relax_hpc.cli.bench import sync
+from relax_hpc.cli.bench.sync import tokens_per_s
 
 pytestmark = pytest.mark.long
 
@@ -22,7 +21,7 @@ def test_tokens_per_second_are_those_between_two_points_of_time():
 def test_every_version_is_timed_and_engines_are_compared_with_themselves(
     checkpoints, tmp_path, capfd
 ):
-    figures = trial.measure(
+    figures = sync.measure(
         str(checkpoints[0]), {}, kind="embedded", updates=3, in_flight=2, every_s=0.5,
         compare_load=True, overrides=["rollout.max_new_tokens=20"],
     )  # fmt: skip
@@ -34,7 +33,7 @@ def test_every_version_is_timed_and_engines_are_compared_with_themselves(
         assert 0 < earlier.paused <= earlier.total
     assert figures.tokens_per_s > 0 and figures.undisturbed_tokens_per_s > 0
     ratio = figures.tokens_per_s / figures.undisturbed_tokens_per_s
-    lines = reporting.show(figures, tmp_path / "sync.json").splitlines()
+    lines = sync.show(figures, tmp_path / "sync.json").splitlines()
     [said] = [line for line in lines if line.startswith("engines: ")]
     assert said.endswith(f"{ratio:.3f}")
     kept = json.loads((tmp_path / "sync.json").read_text())

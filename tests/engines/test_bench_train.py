@@ -2,19 +2,18 @@
 
 import json
 
-import megatron_worker as worker
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from relax_hpc.bench import train
-from relax_hpc.bench.shapes import SHAPES, model_folder
-from relax_hpc.bench.train_task import Work, grid_of, lengths_of
+from relax_hpc.cli.bench import train
+from relax_hpc.cli.bench.shapes import SHAPES, grid_of, model_folder
+from relax_hpc.cli.bench.train import ReplicaWork, lengths_of
 from relax_hpc.cli.main import app
-from relax_hpc.engines.megatron.flops import training_flops
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.architecture import Architecture
-from relax_hpc.models.registry import read_architecture
+from relax_hpc.trainer.megatron.costs import training_flops
+from relax_hpc.trainer.models.architecture import Architecture
+from relax_hpc.trainer.models.registry import read_architecture
 
 pytestmark = pytest.mark.long
 
@@ -36,11 +35,11 @@ def test_of_experts_those_count_that_a_token_passes_through(tmp_path):
 
 
 def test_mixes_fill_the_micro_batch_and_change_with_the_seed():
-    work = Work(tokens=4096, documents="mix")
+    work = ReplicaWork(tokens=4096, documents="mix")
     mixes = [lengths_of(work, seed) for seed in range(20)]
     assert all(sum(mix) == 4096 and min(mix) >= 16 for mix in mixes)
     assert len({tuple(mix) for mix in mixes}) == 20
-    assert lengths_of(Work(tokens=4096), 0) == [4096]
+    assert lengths_of(ReplicaWork(tokens=4096), 0) == [4096]
 
 
 def test_two_ranks_are_measured_and_written_down(tmp_path):
@@ -76,7 +75,7 @@ def pair(ranks):
 
 def test_every_grid_finds_the_same_loss_in_the_same_batch(pair, model, tmp_path):
     """Two micro-batches a step, three steps; the loss is the last one's."""
-    work = Work(96, "mix", micro_batches=2)
+    work = ReplicaWork(96, "mix", micro_batches=2)
     shape = read_architecture(model)
     flops = sum(training_flops(shape, lengths_of(work, seed)) for seed in (4, 5))
     overrides = (
@@ -86,7 +85,7 @@ def test_every_grid_finds_the_same_loss_in_the_same_batch(pair, model, tmp_path)
     found = {}
     for grid in (grid_of(tp=2), grid_of(cp=2), grid_of(pp=2)):
         task = train.task_of(str(model), [work], grid, tmp_path, steps=1, overrides=overrides)
-        first, second = pair.call(worker.bench, task=task, work=work)
+        first, second = pair.bench(task=task, work=work)
         assert first.loss == second.loss != 0
         found[first.grid] = first.loss
         # The ranks of a replica share its tokens and its operations.
@@ -107,15 +106,15 @@ def test_unknown_words_are_refused(arguments, message):
 
 def test_an_unknown_shape_names_those_there_are():
     with pytest.raises(ConfigError, match="qwen3-4b"):
-        train.measure("gpt", [Work(16)], {})
+        train.measure("gpt", [ReplicaWork(16)], {})
 
 
 def test_interleaved_chunks_want_a_multiple_of_the_stages():
     grid = grid_of(pp=2, vpp=2)
     with pytest.raises(ConfigError, match=r"--micro-batches 3: dp1 tp1 pp2 vpp2 .* use 4"):
-        train.measure("tiny", [Work(16, micro_batches=3)], grid)
+        train.measure("tiny", [ReplicaWork(16, micro_batches=3)], grid)
 
 
 def test_a_grid_that_cannot_be_is_refused_before_anything_starts():
     with pytest.raises(ConfigError, match="virtual_pipeline = 2: needs"):
-        train.measure("tiny", [Work(16)], grid_of(vpp=2))
+        train.measure("tiny", [ReplicaWork(16)], grid_of(vpp=2))

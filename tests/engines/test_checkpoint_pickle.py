@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from relax_hpc.engines.megatron.checkpoint import part_files
-from relax_hpc.engines.megatron.checkpoint.boxes import Box
-from relax_hpc.engines.megatron.checkpoint.part_files import write_names, write_part
-from relax_hpc.engines.megatron.checkpoint.read import Stored
 from relax_hpc.errors import CheckpointError, PeerTimeoutError
-from relax_hpc.records import checksum
+from relax_hpc.runtime.files.records import checksum
+from relax_hpc.trainer.megatron import checkpoint_files
+from relax_hpc.trainer.megatron.checkpoint_files import (
+    Box,
+    StoredCheckpoint,
+    write_names,
+    write_part,
+)
 
 
 class Bomb:
@@ -56,7 +59,7 @@ def test_a_checkpoint_that_would_run_something_is_refused_by_its_name_and_runs_n
     content = dump(Bomb(tmp_path / "exploded"))
     replace(folder, name, content)
     with pytest.raises(CheckpointError) as refused:
-        Stored(folder)
+        StoredCheckpoint(folder)
     assert str(refused.value).startswith(f"{folder / name}: holds {open.__module__}.open, which no")
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "exploded").exists()
@@ -65,11 +68,11 @@ def test_a_checkpoint_that_would_run_something_is_refused_by_its_name_and_runs_n
 
 
 def test_a_random_state_that_would_run_something_is_not_run_either(tmp_path):
-    from relax_hpc.engines.megatron.checkpoint.part import _object
+    from relax_hpc.trainer.megatron.checkpoint_part import _object
 
     folder = write(tmp_path / "theirs", {"rng": saved([Bomb(tmp_path / "exploded")])})
     with pytest.raises(CheckpointError, match=r"holds \S+\.open, which no checkpoint"):
-        _object(Stored(folder), "rng")
+        _object(StoredCheckpoint(folder), "rng")
     assert not (tmp_path / "exploded").exists()
 
 
@@ -96,7 +99,7 @@ def test_nothing_is_taken_from_the_modules_of_what_is_known(tmp_path, held, name
     folder = write(tmp_path / "theirs")
     replace(folder, ".metadata", pickle.dumps(held))
     with pytest.raises(CheckpointError, match=f"holds {named}, which no checkpoint"):
-        Stored(folder)
+        StoredCheckpoint(folder)
 
 
 @pytest.mark.parametrize("protocol", [4, 5])
@@ -113,7 +116,7 @@ def test_metadata_of_torch_is_read_with_all_its_fields(tmp_path, protocol):
     other = next(iter(metadata.state_dict_metadata.values()))
     other.properties = TensorProperties(torch.float32, memory_format=torch.channels_last)
     replace(folder, ".metadata", pickle.dumps(metadata, protocol))
-    stored = Stored(folder)
+    stored = StoredCheckpoint(folder)
     assert torch.equal(stored.tensor("w"), torch.arange(3.0))
     assert stored.object("object") == b"abc"
 
@@ -123,7 +126,7 @@ def test_metadata_that_is_none_is_damage_in_one_line(tmp_path, content):
     folder = write(tmp_path / "torn")
     replace(folder, ".metadata", content)
     with pytest.raises(CheckpointError, match=r"\.metadata: is damaged: .+") as refused:
-        Stored(folder)
+        StoredCheckpoint(folder)
     assert "\n" not in str(refused.value)
 
 
@@ -134,16 +137,16 @@ def test_a_checkpoint_names_no_files_outside_of_itself(tmp_path):
     where.relative_path = f"../{other.name}/{where.relative_path}"
     replace(folder, ".metadata", pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="outside of the folder"):
-        Stored(folder).tensor("w")
+        StoredCheckpoint(folder).tensor("w")
     replace(folder, "../ours/common.pt", b"x")
     with pytest.raises(CheckpointError, match=r"names '\.\./ours/common\.pt'"):
-        Stored(folder)
+        StoredCheckpoint(folder)
 
 
 def test_parts_of_ranks_that_hold_for_a_full_disk_are_waited_for(tmp_path, monkeypatch):
     """Rank 0 gave them up, and the save with them, while they waited for room."""
     looks = []
-    monkeypatch.setattr(part_files, "is_short", lambda: looks.append(None) or len(looks) < 4)
+    monkeypatch.setattr(checkpoint_files, "is_short", lambda: looks.append(None) or len(looks) < 4)
     with pytest.raises(PeerTimeoutError, match=r"no .* within 0 s"):
         write_names(tmp_path, 2, {"step": 1}, timeout_s=0.1)
     assert len(looks) == 4

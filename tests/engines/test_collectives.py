@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from relax_hpc.comm.collectives import all_gather_json, broadcast_json
+from relax_hpc.runtime.comm.torch_group import all_gather_json, broadcast_json
 
 NUMBERS = [0.1, -0.0, 5e-324, 2**63, math.inf, -math.inf, math.nan]
 

@@ -3,38 +3,29 @@
 Declared by a row of the table of roles, one of COLUMNS, and a loss that names it.
 """
 
-import megatron_worker as worker
 import numpy as np
 import pytest
 import surprise
-from megatron_reference import dense
-from megatron_worker import trajectories
+from trainers import opened, trajectories
 
-from relax_hpc import job_file
 from relax_hpc.bus import layout, log
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.shards.shard_format import DTYPES
 from relax_hpc.bus.sidecar import SidecarWriter
+from relax_hpc.config import job_file
 from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.paths import BusPaths
 from relax_hpc.roles import table as roles
-from relax_hpc.roles.dealing.portions import values_of
+from relax_hpc.roles.dealing.portions import Comparison, values_of
 from relax_hpc.roles.role import Place, Role
+from relax_hpc.runtime.paths import BusPaths
 from relax_hpc.schema import COLUMNS, ROLES, Column, PromptGroup
 from relax_hpc.sections import Resources
 
 GROUPS, SIBLINGS = 4, 2
 NAME = "ragged/surprise"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    dense(folder, tied=False)
-    return folder
 
 
 @pytest.fixture
@@ -90,7 +81,7 @@ def rows_of(config, root, scale):
     assert record.last
     reader = Reader(paths)
     index = reader.index(record)
-    columns, teaching = values_of(index, config.algorithm, SIBLINGS, longest=8)
+    columns, teaching = values_of(index, Comparison(config.algorithm, SIBLINGS, longest=8))
     assert len(teaching) == GROUPS * SIBLINGS
     return reader.rows(record, teaching.tolist(), config.columns), columns["advantages"]
 
@@ -110,8 +101,7 @@ def test_the_loss_is_the_one_worked_by_hand_and_follows_the_column(
         root = tmp_path / str(number)
         root.mkdir()
         rows, worth = rows_of(config, root, scale)
-        ranks[1].call(worker.open_trainer, config=worker.job(folder))
-        metrics = ranks[1].call(worker.train, rows=rows, advantages=worth, loss="surprise")[0]
+        metrics = opened(ranks, folder).train(rows=rows, advantages=worth, loss="surprise")[0]
         trained = [(row, np.flatnonzero(row.loss_mask)) for row in rows]
         total = sum(
             scale * row.token_ids[where].astype(np.float64).sum() * row.reward

@@ -7,19 +7,21 @@ import re
 import sys
 from pathlib import Path
 
-import megatron_worker as worker
 import pytest
 import torch
-from megatron_worker import VOCAB, job
 from safetensors.torch import load_file, save_file
 from tiny_models import SAVED, YARN, by_transformers, check, distance, linked, make, write
+from trainers import VOCAB, job
 
 from relax_hpc.cli import main as cli
-from relax_hpc.engines.embedded.model import Decoder, Shape
-from relax_hpc.engines.megatron.checkpoint import conversion
+from relax_hpc.config.engines import EnginePool
 from relax_hpc.errors import ConfigError, EngineError
-from relax_hpc.models import fields
-from relax_hpc.models.fields import (
+from relax_hpc.inference.embedded.model import Decoder, ModelShape
+from relax_hpc.roles.engine.check import check_engine
+from relax_hpc.roles.facts import Facts
+from relax_hpc.roles.training import check as training_check
+from relax_hpc.trainer.checkpoints import convert as conversion
+from relax_hpc.trainer.models.fields import (
     AUDIO_FIELDS,
     FIELDS,
     OMNI_FIELDS,
@@ -30,8 +32,7 @@ from relax_hpc.models.fields import (
     Obeyed,
     Only,
 )
-from relax_hpc.models.registry import read_architecture
-from relax_hpc.roles.training import check as training_check
+from relax_hpc.trainer.models.registry import FAMILIES, read_architecture
 
 
 def test_every_field_of_the_installed_transformers_has_an_entry():
@@ -46,7 +47,7 @@ def test_every_field_of_the_installed_transformers_has_an_entry():
     )
 
     for kind in (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig):
-        assert kind.model_type in fields.CAUSAL
+        assert kind.model_type in FAMILIES
         theirs = {field.name for field in dataclasses.fields(kind)}
         theirs |= set(kind().to_dict()) | set(kind.attribute_map) | set(kind.attribute_map.values())
         theirs |= set(GenerationConfig._get_default_generation_params())
@@ -63,7 +64,7 @@ def test_every_field_of_a_model_of_several_parts_has_an_entry(kind):
     else:
         made, whole = Qwen3OmniMoeConfig(), Qwen3OmniMoeConfig().thinker_config
         parts = [(made, OMNI_FIELDS), (whole, THINKER_FIELDS), (whole.audio_config, AUDIO_FIELDS)]
-    assert made.model_type in fields.CAUSAL
+    assert made.model_type in FAMILIES
     parts += [(whole.text_config, FIELDS), (whole.vision_config, VISION_FIELDS)]
     for part, known in parts:
         theirs = {field.name for field in dataclasses.fields(type(part))} | set(part.to_dict())
@@ -72,8 +73,30 @@ def test_every_field_of_a_model_of_several_parts_has_an_entry(kind):
         assert theirs <= set(known), sorted(theirs - set(known))
 
 
+def test_a_family_is_known_everywhere_by_its_line_in_the_registry(tmp_path, monkeypatch):
+    """G4: nothing else lists the families, so a new one may name its class in config.json."""
+    mine = dataclasses.replace(FAMILIES["llama"], model_type="mine", causal="MineForCausalLM")
+    monkeypatch.setitem(FAMILIES, "mine", mine)
+    said = {
+        "model_type": "mine", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+        "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+
+    def shape(*classes):
+        record = said | ({"architectures": list(classes)} if classes else {})
+        (tmp_path / "config.json").write_text(json.dumps(record))
+        return read_architecture(tmp_path)
+
+    assert shape("MineForCausalLM").num_layers == 2
+    with pytest.raises(ConfigError, match=r"only None or \['MineForCausalLM'\] is supported"):
+        shape("LlamaForCausalLM")
+    with pytest.raises(ConfigError, match=r'add "architectures": \["MineForCausalLM"\]'):
+        check_engine(EnginePool(kind="sglang"), shape())
+
+
 def test_the_page_about_models_names_every_field_that_matters():
-    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/reference/models.md").read_text()
     obeyed, only = (page.split(f"| {head} | |")[1].split("\n\n")[0] for head in ("obeyed", "only"))
     for text, kind in ((obeyed, Obeyed), (only, Only)):
         named = {name for name in re.findall(r"`(\w+)`", text) if name != "ForCausalLM"}
@@ -137,7 +160,7 @@ def test_what_is_obeyed_is_tested():
 def test_token_ids_that_end_a_response_and_the_longest_text_are_the_files(tmp_path):
     write(tmp_path, "qwen3", eos_token_id=[3, 5], max_position_embeddings=99)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
-    shape = Shape.read(tmp_path)
+    shape = ModelShape.read(tmp_path)
     assert shape.eos_ids == {3, 5, 7}
     assert shape.max_positions == read_architecture(tmp_path).max_positions == 99
 
@@ -170,7 +193,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", [n for n, field in FIELDS.items() if isinstance(field, Only)])
 def test_a_field_of_which_only_some_values_are_taken_is_refused_by_name_with_others(tmp_path, name):
     write(tmp_path, "qwen3", **{name: REFUSED[name]})
-    for read in (read_architecture, Shape.read):
+    for read in (read_architecture, ModelShape.read):
         with pytest.raises(ConfigError) as refused:
             read(tmp_path)
         said = str(refused.value)
@@ -268,13 +291,12 @@ def test_a_folder_that_transformers_and_engines_read_differently_is_refused_ever
     folder = make(tmp_path, "qwen3", tie_word_embeddings=True)
     before = by_transformers(folder)
     change(folder)
-    shape = read_architecture(folder)
-    engine = Decoder(Shape.read(folder), torch.float32, torch.device("cpu"))
+    engine = Decoder(ModelShape.read(folder), torch.float32, torch.device("cpu"))
     for read in (
-        lambda: training_check.check_weights(folder, shape),
+        lambda: Facts(folder).check_weights(folder),
         lambda: conversion.to_megatron(folder, tmp_path / "out"),
         lambda: engine.load_folder(folder),
-        lambda: ranks[1].call(worker.open_trainer, config=job(folder)),
+        lambda: ranks[1].open_trainer(config=job(folder)),
     ):
         with pytest.raises((ConfigError, EngineError, AssertionError), match=message):
             read()

@@ -4,57 +4,28 @@ import json
 import shutil
 import sys
 
-import megatron_worker as worker
-import numpy as np
 import pytest
-import torch
-from megatron_worker import VOCAB, job, trajectories
+from megatron_reference import mixture, narrow
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from trainers import equal, job, trajectories
 
-from relax_hpc.checkpoints.convert import convert
 from relax_hpc.cli import main as cli
-from relax_hpc.engines.megatron.checkpoint import conversion
 from relax_hpc.errors import CheckpointError, ConfigError
-from relax_hpc.models import hf_folder
+from relax_hpc.trainer.checkpoints import convert as conversion
+from relax_hpc.trainer.checkpoints.convert import convert
+from relax_hpc.trainer.models import hf_folder
 
 ROWS, ADVANTAGES = trajectories(6)
 
 
 @pytest.fixture(scope="module")
-def ranks(ranks):
-    return ranks[2]
-
-
-@pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Hugging Face folders, tied and with experts."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    shape = {
-        "vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2,
-        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
-        "intermediate_size": 48, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    }  # fmt: skip
-    torch.manual_seed(0)
-    made = {
-        "dense": Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True)),
-        "experts": Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(
-                **shape,
-                moe_intermediate_size=16,
-                num_experts=4,
-                num_experts_per_tok=2,
-                norm_topk_prob=True,
-                tie_word_embeddings=False,
-            )
-        ),
-    }  # fmt: skip
-    folders = {}
-    for name, model in made.items():
-        folders[name] = tmp_path_factory.mktemp(name)
-        model.save_pretrained(folders[name])
-    return folders
+    made = {kind: tmp_path_factory.mktemp(kind) for kind in ("dense", "experts")}
+    narrow(made["dense"])
+    mixture(made["experts"])
+    return made
 
 
 def weights_in(folder):
@@ -71,36 +42,28 @@ def test_hugging_face_to_megatron_and_back_is_bitwise_and_loads_with_transformer
     conversion.to_hf(tmp_path / "megatron", models[kind], tmp_path / "hf")
     first = AutoModelForCausalLM.from_pretrained(models[kind]).state_dict()
     second = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
-    assert set(first) == set(second)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert equal(second, first)
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"),
-    [
-        ("dense", {"tensor_parallel": 2}),
-        ("dense", {"pipeline_parallel": 2}),
-        ("experts", {"tensor_parallel": 2, "expert_tensor_parallel": 2}),
-        ("experts", {"expert_parallel": 2, "data_parallel": 2}),
-    ],
+    ("kind", "grid"),
+    [("dense", "tp2"), ("dense", "pp2"), ("experts", "tp2_etp2"), ("experts", "dp2_ep2")],
 )
 def test_a_run_starts_from_a_converted_folder_and_its_checkpoint_converts_to_what_it_gives_away(
-    ranks, models, tmp_path, kind, layout
+    ranks, models, tmp_path, kind, grid
 ):
     conversion.to_megatron(models[kind], tmp_path / "weights")
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text((models[kind] / "config.json").read_text())
-    config = job(other, layout=layout, budget=200)
+    config = job(other, grid, budget=200)
     model = config.model.model_copy(update={"weights": tmp_path / "weights"})
-    ranks.call(worker.open_trainer, config=config.model_copy(update={"model": model}))
-    ranks.call(worker.train, rows=ROWS, advantages=ADVANTAGES)
-    given = ranks.call(worker.weights)[0]
-    ranks.call(worker.save, folder=tmp_path / "step")
+    ranks[2].open_trainer(config=config.model_copy(update={"model": model}))
+    ranks[2].train(rows=ROWS, advantages=ADVANTAGES)
+    given = ranks[2].weights()[0]
+    ranks[2].save(folder=tmp_path / "step")
     out = convert(tmp_path / "step", "hf", out=tmp_path / "hf", step=None, model=models[kind])
-    written = weights_in(out)
-    assert set(written) == set(given)
-    assert all(np.array_equal(written[name].numpy(), given[name]) for name in given)
+    assert equal(weights_in(out), given)
 
 
 @pytest.fixture
@@ -154,7 +117,7 @@ def test_what_convert_refuses_it_refuses_in_one_line_and_leaves_nothing(models, 
 @pytest.fixture
 def meanwhile(monkeypatch):
     """Does something when the first tensor of a checkpoint goes out."""
-    unpacked = conversion.hf_stream.unpacked
+    unpacked = conversion.hf_stream.unpack
 
     def set_up(happens):
         todo = [happens]
@@ -164,7 +127,7 @@ def meanwhile(monkeypatch):
                 todo.pop()()
             return unpacked(parameter, tensor)
 
-        monkeypatch.setattr(conversion.hf_stream, "unpacked", hooked)
+        monkeypatch.setattr(conversion.hf_stream, "unpack", hooked)
 
     return set_up
 
@@ -182,8 +145,7 @@ def test_two_conversions_into_one_folder_do_not_mix_and_the_later_is_told(
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ConfigError, match=r"out: cannot be made: Directory not empty; name anoth"):
         conversion.to_hf(tmp_path / "step", models["dense"], out)
-    wanted, found = weights_in(other), weights_in(out)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert equal(weights_in(out), weights_in(other))
     assert sorted(tmp_path.iterdir()) == sorted([*before, out])  # nobody leaves a draft
 
 
@@ -215,3 +177,16 @@ def test_a_link_to_nowhere_is_there_already(models, tmp_path):
     (tmp_path / "out").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="is there already"):
         convert(models["dense"], "megatron", out=tmp_path / "out", step=None, model=None)
+
+
+def test_the_name_of_what_was_converted_outlives_a_power_cut(tmp_path, monkeypatch):
+    """The folder above is flushed once the name is in it."""
+    flushed = []
+
+    def flush(folder):
+        flushed.append((folder.samefile(tmp_path), (tmp_path / "out").is_dir()))
+
+    monkeypatch.setattr(conversion, "sync", flush)
+    with conversion._appearing(tmp_path / "out") as draft:
+        draft.mkdir()
+    assert flushed == [(True, True)]

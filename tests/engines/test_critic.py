@@ -1,23 +1,13 @@
 """The critic's model on Megatron-core: values that are known, alike on every grid."""
 
-import critic_worker as critic
-import megatron_worker as worker
 import numpy as np
 import pytest
 from megatron_reference import dense
-from megatron_worker import job, trajectories
+from trainers import collect, equal, job, opened, size_of, trajectories
 
 from relax_hpc.schema import FinishReason, Trajectory
 
 pytestmark = pytest.mark.long
-
-GRIDS = {
-    "one": (1, {}),
-    "tp2": (2, {"tp": 2}),
-    "dp2": (2, {"dp": 2}),
-    "pp2": (2, {"layout": {"pipeline_parallel": 2}}),
-    "cp2": (2, {"layout": {"context_parallel": 2}}),
-}
 
 
 @pytest.fixture(scope="module")
@@ -35,32 +25,22 @@ def rewarded(count):
     return [row._replace(reward=float(r)) for row, r in zip(rows, rewards, strict=True)]
 
 
-def open_grid(ranks, folder, grid, **more):
-    size, options = GRIDS[grid]
-    ranks[size].call(critic.open_critic, config=job(folder, **(options | more)))
-    return ranks[size]
+def open_critic(ranks, folder, grid="one", **more):
+    ranks[size_of(grid)].open_critic(config=job(folder, grid, **more))
+    return ranks[size_of(grid)]
 
 
-def values_of(pool, rows):
-    found = {}
-    for rank in pool.call(critic.values, rows=rows):
-        found |= rank
-    return [found[row] for row in range(len(rows))]
-
-
-@pytest.mark.parametrize("grid", list(GRIDS))
+@pytest.mark.parametrize("grid", ["one", "tp2", "dp2", "pp2", "cp2"])
 def test_values_and_updates_are_the_same_on_every_grid(ranks, folders, grid):
     """The head begins at zero: the second step is the first that goes through the model."""
     folder = folders[grid in ("tp2", "pp2")]
     rows = rewarded(8)
     found = []
     for layout, portions in (("one", 1), (grid, 3)):
-        pool = open_grid(ranks, folder, layout)
-        assert not any(value.any() for value in values_of(pool, rows))
-        steps = [
-            pool.call(critic.learn, rows=rows, num_portions=portions, clip=0.2)[0] for _ in range(2)
-        ]
-        found.append((steps, values_of(pool, rows)))
+        pool = open_critic(ranks, folder, layout)
+        assert not any(value.any() for value in collect(pool.logprobs(rows=rows)))
+        steps = [pool.learn(rows=rows, num_portions=portions, clip=0.2)[0] for _ in range(2)]
+        found.append((steps, collect(pool.logprobs(rows=rows))))
     (one, expected), (other, values) = found
     for before, after in zip(one, other, strict=True):
         for key in ("loss", "grad_norm", "value/mean", "value/square_error"):
@@ -89,10 +69,10 @@ def test_values_of_a_chain_are_learned_to_a_thousandth(ranks, tmp_path):
     dense(tmp_path, tied=True)
     optimizer = {"lr": 3e-3, "clip_grad": 1.0, "final_lr_fraction": 0.0}
     more = {"optimizer": optimizer, "schedule": {"num_steps": 250}}
-    pool = open_grid(ranks, tmp_path, "one", **more)
+    pool = open_critic(ranks, tmp_path, **more)
     rows = chain()
-    metrics = pool.call(critic.learn, rows=rows, num_steps=250)[0]
-    values = values_of(pool, rows)
+    metrics = pool.learn(rows=rows, num_steps=250)[0]
+    values = collect(pool.logprobs(rows=rows))
     start = 1.5 / 4
     np.testing.assert_allclose(values[0][1:], [start, start, 0.5], atol=1e-3)
     np.testing.assert_allclose(values[1][1:], [start, start, 0.5], atol=1e-3)
@@ -104,20 +84,19 @@ def test_a_critic_goes_on_from_its_checkpoint_and_begins_with_a_policys_weights(
     ranks, folders, tmp_path
 ):
     folder, rows = folders[False], rewarded(6)
-    ranks[1].call(worker.open_trainer, config=job(folder))
-    ranks[1].call(worker.save, folder=tmp_path / "policy")
-    pool = open_grid(ranks, folder, "one")
-    first = pool.call(critic.learn, rows=rows)[0]
-    assert not any(name.startswith("output_layer") for name in pool.call(critic.parameters)[0])
-    pool.call(critic.save, folder=tmp_path / "critic")
-    second = pool.call(critic.learn, rows=rows)[0]
-    after = values_of(pool, rows)
-    pool = open_grid(ranks, folder, "one")
-    assert pool.call(critic.load, folder=tmp_path / "critic") == [1]
-    assert pool.call(critic.learn, rows=rows)[0] == second
-    assert all(map(np.array_equal, values_of(pool, rows), after))
+    opened(ranks, folder).save(folder=tmp_path / "policy")
+    pool = open_critic(ranks, folder)
+    first = pool.learn(rows=rows)[0]
+    assert not any(name.startswith("output_layer") for name in pool.parameters()[0])
+    pool.save(folder=tmp_path / "critic")
+    second = pool.learn(rows=rows)[0]
+    after = collect(pool.logprobs(rows=rows))
+    pool = open_critic(ranks, folder)
+    assert pool.load(folder=tmp_path / "critic") == [1]
+    assert pool.learn(rows=rows)[0] == second
+    assert equal(collect(pool.logprobs(rows=rows)), after)
     config = job(folder)
-    pool.call(critic.open_critic, config=config, weights=tmp_path / "policy")
-    assert pool.call(critic.learn, rows=rows)[0]["grad_norm"] == first["grad_norm"]
-    pool.call(critic.open_critic, config=config, weights=tmp_path / "critic")
-    assert any(value.any() for value in values_of(pool, rows))
+    pool.open_critic(config=config, weights=tmp_path / "policy")
+    assert pool.learn(rows=rows)[0]["grad_norm"] == first["grad_norm"]
+    pool.open_critic(config=config, weights=tmp_path / "critic")
+    assert any(value.any() for value in collect(pool.logprobs(rows=rows)))

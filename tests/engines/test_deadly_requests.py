@@ -1,21 +1,17 @@
 """Requests that end every engine which is asked for them, as a fault of its makes them."""
 
 import asyncio
-import json
 import time
 from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
-from fake_engines import served
+from fake_engines import reply, served, version_0
 
-from relax_hpc.engines import pool_engine, requests
-from relax_hpc.engines.generation import GenerationClient
-from relax_hpc.engines.pool import Pool
-from relax_hpc.engines.pool_engine import Endpoint
-from relax_hpc.engines.requests import DEADLY
-from relax_hpc.engines.response import Draft, Sampling
 from relax_hpc.errors import DeadlyRequestError
+from relax_hpc.inference import pool
+from relax_hpc.inference.generation import Draft, GenerationClient, Sampling
+from relax_hpc.inference.pool import DEADLY, Endpoint, Pool
 
 HOW = Sampling(1.0, 4, ignore_eos=True)
 POISON = 666
@@ -38,7 +34,7 @@ class Mortal:
     async def version(self, request):
         if self.lies_dead:
             request.transport.abort()
-        return web.json_response({"weight_version": "0"})
+        return await version_0()
 
     async def generate(self, request):
         tokens = (await request.json())["input_ids"]
@@ -53,14 +49,7 @@ class Mortal:
         if self.lies_dead:
             return web.Response()
         self.running.discard(request.transport)
-        reply = web.StreamResponse()
-        await reply.prepare(request)
-        meta = {
-            "finish_reason": {"type": "length"}, "completion_tokens": 2, "weight_version": "0",
-            "output_token_logprobs": [[-0.5, 7], [-0.5, 8]],
-        }  # fmt: skip
-        await reply.write(b"data: " + json.dumps({"meta_info": meta}).encode() + b"\n\n")
-        return reply
+        return await reply(request)
 
 
 @asynccontextmanager
@@ -93,8 +82,8 @@ async def pool_of(*engines, told_after_s=0.1):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(pool_engine, "_PAUSE_S", 0.01)
-    monkeypatch.setattr(pool_engine, "_LONGEST_PAUSE_S", 0.3)
+    monkeypatch.setattr(pool, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(pool, "_LONGEST_PAUSE_S", 0.3)
 
 
 def answers(engines, asked):
@@ -104,10 +93,8 @@ def answers(engines, asked):
         async with pool_of(*engines) as pool:
             every = asyncio.gather(
                 *(
-                    pool.sample(
-                        prompt, seed, HOW, homes=((prompt[0], seed), prompt[0]), draft=draft
-                    )
-                    for prompt, seed, draft in asked
+                    pool.sample(given, seed, HOW, homes=((given[0], seed), given[0]), draft=draft)
+                    for given, seed, draft in asked
                 ),
                 return_exceptions=True,
             )
@@ -168,7 +155,7 @@ class Shy(Mortal):
 
 def test_engines_that_broke_off_and_are_there_have_not_ended(monkeypatch):
     """Nobody is to blame, however many did."""
-    monkeypatch.setattr(requests, "_KNOWN_S", 0.2)
+    monkeypatch.setattr(pool, "_KNOWN_S", 0.2)
     engines = []
     engines.extend(Shy(engines) for _ in range(DEADLY))
     (found,) = answers(engines, [([1], 1, None)])
@@ -177,7 +164,7 @@ def test_engines_that_broke_off_and_are_there_have_not_ended(monkeypatch):
 
 def test_engines_that_end_together_are_nobody_s_fault(monkeypatch):
     """As of a node: who asks the others of it, one after the other, finds them dead."""
-    monkeypatch.setattr(pool_engine, "_PAUSE_S", 0.1)  # what was heard before is forgotten by then
+    monkeypatch.setattr(pool, "_PAUSE_S", 0.1)  # what was heard before is forgotten by then
     engines = [Mortal() for _ in range(4)]
 
     async def run():

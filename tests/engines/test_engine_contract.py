@@ -20,18 +20,19 @@ from engine_fixtures import (
     weight_group,
 )
 
-from relax_hpc.comm.bucket import digest
-from relax_hpc.engines import capabilities
-from relax_hpc.engines.client import EngineClient
-from relax_hpc.engines.generation import TOKENS_PER_CHUNK, GenerationClient
-from relax_hpc.engines.response import Draft, Sampling
 from relax_hpc.errors import EngineError
+from relax_hpc.inference import capabilities
+from relax_hpc.inference.client import EngineClient
+from relax_hpc.inference.generation import TOKENS_PER_CHUNK, Draft, GenerationClient, Sampling
+from relax_hpc.runtime.comm.bucket import digest
 from relax_hpc.schema import FinishReason
 
 TOLERANCE = 5e-5  # nats, float32: 1.0014e-5 was seen; under another policy it is above 1e-2
 
 
-def assert_logprobs_equal(generation, reference):
+def assert_sampled_by(engine, policy, prompt, generation, **how):
+    """Its logprobs are those that Hugging Face computes with this checkpoint."""
+    reference = reference_logprobs(engine.checkpoints[policy], prompt, generation.token_ids, **how)
     assert torch.tensor(generation.logprobs).sub(reference).abs().max() <= TOLERANCE
 
 
@@ -39,8 +40,7 @@ def test_logprobs_equal_hugging_face_for_prompts_of_any_length(engine):
     for length in (1, 2, 7, 33):
         prompt = prompt_of(length)
         for generation in generate(engine, prompt, [1, 2, 3], max_new_tokens=12):
-            reference = reference_logprobs(engine.checkpoints[0], prompt, generation.token_ids)
-            assert_logprobs_equal(generation, reference)
+            assert_sampled_by(engine, 0, prompt, generation)
             assert generation.version_runs == [(0, 0)]
 
 
@@ -49,8 +49,7 @@ def test_requests_of_unequal_length_that_run_together_do_not_disturb_each_other(
         short = generate(engine, prompt_of(5), [3], max_new_tokens=30)
     for prompt, generations in ((prompt_of(40), longer.result()), (prompt_of(5), short)):
         for generation in generations:
-            reference = reference_logprobs(engine.checkpoints[0], prompt, generation.token_ids)
-            assert_logprobs_equal(generation, reference)
+            assert_sampled_by(engine, 0, prompt, generation)
 
 
 def test_top_k_and_top_p_leave_tokens_out_and_logprobs_are_of_all_of_them(engine):
@@ -59,8 +58,7 @@ def test_top_k_and_top_p_leave_tokens_out_and_logprobs_are_of_all_of_them(engine
     for one in ({"top_k": 1}, {"top_p": 1e-6}):
         [generation] = generate(engine, prompt, [5], max_new_tokens=24, **one)
         assert generation.token_ids == greedy.token_ids
-        reference = reference_logprobs(engine.checkpoints[0], prompt, generation.token_ids)
-        assert_logprobs_equal(generation, reference)
+        assert_sampled_by(engine, 0, prompt, generation)
     first = {}
     for limits in ({}, {"top_k": 3}, {"top_p": 0.5}):
         found = generate(engine, prompt, list(range(60)), max_new_tokens=1, **limits)
@@ -119,10 +117,7 @@ def test_of_a_request_that_is_cancelled_all_that_was_sampled_comes(engine):
 def test_logprobs_are_of_the_distribution_that_was_sampled_from(engine):
     prompt = prompt_of(9)
     [generation] = generate(engine, prompt, [1], temperature=0.5)
-    reference = reference_logprobs(
-        engine.checkpoints[0], prompt, generation.token_ids, temperature=0.5
-    )
-    assert_logprobs_equal(generation, reference)
+    assert_sampled_by(engine, 0, prompt, generation, temperature=0.5)
 
 
 def test_a_stop_token_ends_the_response_and_belongs_to_it(engine):
@@ -188,8 +183,7 @@ def test_a_prompt_seen_before_an_update_is_answered_by_the_new_policy_alone(engi
         client.resume()
         [generation] = generate(engine, prompt, [1])
     assert generation.version_runs == [(0, 1)]
-    reference = reference_logprobs(engine.checkpoints[1], prompt, generation.token_ids)
-    assert_logprobs_equal(generation, reference)
+    assert_sampled_by(engine, 1, prompt, generation)
 
 
 def test_weights_by_broadcast_and_from_disk_are_the_same_weights(engine):
@@ -212,8 +206,7 @@ def test_weights_by_broadcast_and_from_disk_are_the_same_weights(engine):
             assert from_disk == digest(weights)
         [generation] = generate(engine, prompt_of(9), [1])
         assert generation.version_runs == [(0, 7)]
-        reference = reference_logprobs(target, prompt_of(9), generation.token_ids)
-        assert_logprobs_equal(generation, reference)
+        assert_sampled_by(engine, 1, prompt_of(9), generation)
 
 
 def test_an_update_by_broadcast_reaches_requests_in_flight_once(engine):
@@ -246,8 +239,7 @@ def test_a_failed_update_is_an_error_and_the_next_one_works(engine):
         fresh.resume()
     assert fresh.version() == 5
     [generation] = generate(engine, prompt_of(9), [1])
-    reference = reference_logprobs(engine.checkpoints[1], prompt_of(9), generation.token_ids)
-    assert_logprobs_equal(generation, reference)
+    assert_sampled_by(engine, 1, prompt_of(9), generation)
 
 
 def test_an_engine_that_is_asked_for_its_version_all_the_time_has_other_lines_in_its_log(engine):
@@ -270,13 +262,13 @@ def test_a_wrong_token_is_refused_by_name(engine):
 
 
 def test_aborted_requests_return_what_they_have(engine):
-    with generating(engine, prompt_of(6), [1, 2]) as running:
+    # As many as the model has places for: a busy machine samples 1500 before the abort arrives.
+    with generating(engine, prompt_of(6), [1, 2], max_new_tokens=4000) as running:
         engine.client().abort_all()
     for generation in running.result():
         assert generation.finish is FinishReason.ABORT
-        assert 0 < len(generation.token_ids) < 1500
-        reference = reference_logprobs(engine.checkpoints[0], prompt_of(6), generation.token_ids)
-        assert_logprobs_equal(generation, reference)
+        assert 0 < len(generation.token_ids) < 4000
+        assert_sampled_by(engine, 0, prompt_of(6), generation)
 
 
 def test_a_request_that_cannot_fit_is_an_error(engine):
@@ -327,7 +319,7 @@ def test_the_log_names_the_arguments_of_a_start_and_not_the_token(engine):
 
 def open_routes():
     """(method, path) of all that the embedded engine answers, and of what nobody has made."""
-    from relax_hpc.engines.embedded.server import Endpoints
+    from relax_hpc.inference.embedded.server import Endpoints
 
     routes = Endpoints("", None, None, None, SimpleNamespace(answer=None)).routes()
     made = {(method, route.path) for route in routes for method in route.methods}
@@ -344,4 +336,8 @@ def test_nothing_but_health_answers_without_the_token(engine):
                     status = stranger.request(method, path, headers=given).status_code
                     assert status == HTTPStatus.UNAUTHORIZED, (given, method, path)
         assert stranger.get("/health").is_success
+    with httpx.Client(base_url=engine.process.url, trust_env=False) as known:
+        told = {"Authorization": f"Bearer {engine.process.token}"}
+        assert known.get("/model_info", headers=told).is_success
+        assert known.get("/model_info").status_code == HTTPStatus.UNAUTHORIZED, "on that connection"
     assert engine.client().version() == 0

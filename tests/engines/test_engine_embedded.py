@@ -11,16 +11,23 @@ from engine_fixtures import named_weights, prompt_of, reference_logprobs, save_c
 from tiny_models import write
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from relax_hpc.comm.bucket import digest
-from relax_hpc.engines.embedded.model import Decoder, KvCache, Shape
-from relax_hpc.engines.embedded.sampling import Limits, kept, sample, uniforms
-from relax_hpc.engines.embedded.scheduler import Request, Scheduler, Span
 from relax_hpc.errors import ConfigError, EngineError
+from relax_hpc.inference.embedded.model import Decoder, KvCache, ModelShape
+from relax_hpc.inference.embedded.scheduler import (
+    SamplingLimits,
+    Scheduler,
+    SequenceRequest,
+    VersionSpan,
+    mask_kept,
+    sample,
+    uniforms,
+)
+from relax_hpc.runtime.comm.bucket import digest
 from relax_hpc.schema import FinishReason
 
 
 def load(folder) -> Decoder:
-    model = Decoder(Shape.read(folder), torch.float32, torch.device("cpu"))
+    model = Decoder(ModelShape.read(folder), torch.float32, torch.device("cpu"))
     model.load_folder(folder)
     return model
 
@@ -38,16 +45,25 @@ def scheduling(folder, max_running=8):
     assert not thread.is_alive()
 
 
+def answer(scheduler, *given, **settings):
+    """What a request ends with that is made now."""
+    return submitted(scheduler, *given, **settings).done.result(30)
+
+
+def submitted(scheduler, *given, **settings):
+    made = request(*given, **settings)
+    scheduler.submit([made])
+    return made
+
+
 def request(prompt, seed=0, max_new_tokens=20, stop_ids=(), rid="r", temperature=1.0):
-    return Request(rid, prompt, seed, temperature, max_new_tokens, frozenset(stop_ids))
+    return SequenceRequest(rid, prompt, seed, temperature, max_new_tokens, frozenset(stop_ids))
 
 
 def test_a_seed_draws_the_same_tokens_whatever_else_is_running(checkpoints):
     prompt = prompt_of(7)
     with scheduling(checkpoints[0]) as scheduler:
-        alone = request(prompt, seed=5, max_new_tokens=60)
-        scheduler.submit([alone])
-        expected = alone.done.result(30).token_ids
+        expected = answer(scheduler, prompt, seed=5, max_new_tokens=60).token_ids
         crowd = [request(prompt_of(3 + i), i, max_new_tokens=5 + 11 * i) for i in range(20)]
         same = request(prompt, seed=5, max_new_tokens=60)
         scheduler.submit([*crowd[:10], same, *crowd[10:]])
@@ -58,12 +74,9 @@ def test_a_seed_draws_the_same_tokens_whatever_else_is_running(checkpoints):
 def test_a_response_continued_from_its_own_tokens_goes_on_as_it_would_have(checkpoints):
     prompt = prompt_of(7)
     with scheduling(checkpoints[0]) as scheduler:
-        whole = request(prompt, seed=5, max_new_tokens=30)
-        scheduler.submit([whole])
-        tokens = whole.done.result(30).token_ids
-        rest = request(prompt + tokens[:12], seed=5, max_new_tokens=18)
-        scheduler.submit([rest])
-        assert rest.done.result(30).token_ids == tokens[12:]
+        tokens = answer(scheduler, prompt, seed=5, max_new_tokens=30).token_ids
+        rest = answer(scheduler, prompt + tokens[:12], seed=5, max_new_tokens=18)
+    assert rest.token_ids == tokens[12:]
 
 
 def test_more_requests_than_slots_all_get_their_own_answers(checkpoints):
@@ -113,12 +126,10 @@ def test_tied_embeddings_are_served_and_a_sent_head_is_ignored(tmp_path):
         assert digest(scheduler.model.weights.items()) == digest(weights)
         head = ("lm_head.weight", torch.zeros(128, 64))
         scheduler.call(lambda: scheduler.update([*weights, head], "1")).result(30)
-        each = request(prompt_of(5))
-        scheduler.submit([each])
-        done = each.done.result(30)
+        done = answer(scheduler, prompt_of(5))
     reference = reference_logprobs(folder, prompt_of(5), done.token_ids)
     assert torch.tensor(done.logprobs).sub(reference).abs().max() <= 1e-5
-    assert done.spans == [Span("1", 0, 20)]
+    assert done.spans == [VersionSpan("1", 0, 20)]
 
 
 @pytest.mark.parametrize(
@@ -150,17 +161,16 @@ def test_an_incomplete_checkpoint_is_refused_by_name(checkpoints, tmp_path):
 def test_another_architecture_is_refused_with_a_remedy(tmp_path):
     write(tmp_path, "qwen3_moe")
     with pytest.raises(ConfigError, match=r"not qwen3_moe; .*engines\.rollout\.kind = 'sglang'"):
-        Shape.read(tmp_path)
+        ModelShape.read(tmp_path)
 
 
 def test_a_command_that_fails_does_not_end_the_others(checkpoints):
     with scheduling(checkpoints[0]) as scheduler:
-        each = request(prompt_of(5), max_new_tokens=300)
-        scheduler.submit([each])
+        each = submitted(scheduler, prompt_of(5), max_new_tokens=300)
         failed = scheduler.call(lambda: scheduler.update([("nothing", torch.zeros(1))], "1"))
         with pytest.raises(EngineError, match="nothing"):
             failed.result(30)
-        assert each.done.result(30).spans == [Span("0", 0, 300)]
+        assert each.done.result(30).spans == [VersionSpan("0", 0, 300)]
         assert scheduler.version == "0"
 
 
@@ -191,11 +201,11 @@ def test_versions_that_sampled_nothing_leave_no_span():
     each.take(7, -1.0)
     each.mark("3")
     each.finish(FinishReason.ABORT, "3")
-    assert each.done.result(0).spans == [Span("1", 0, 3)]
+    assert each.done.result(0).spans == [VersionSpan("1", 0, 3)]
 
 
 def test_a_growing_cache_keeps_what_it_holds(checkpoints):
-    cache = KvCache(Shape.read(checkpoints[0]), torch.float32, torch.device("cpu"))
+    cache = KvCache(ModelShape.read(checkpoints[0]), torch.float32, torch.device("cpu"))
     cache.reserve(2, 3)
     cache.data[:, :, 1, :, 2] = 7.0
     cache.reserve(5, 50)
@@ -226,7 +236,9 @@ def test_temperature_scales_and_zero_is_greedy():
 
 
 def limits(top_p=1.0, top_k=4, rows=1):
-    return Limits(torch.full((rows,), top_p, dtype=torch.float64), torch.full((rows,), top_k))
+    return SamplingLimits(
+        torch.full((rows,), top_p, dtype=torch.float64), torch.full((rows,), top_k)
+    )
 
 
 PROBABILITIES = [0.125, 0.5, 0.125, 0.25]
@@ -250,7 +262,7 @@ PROBABILITIES = [0.125, 0.5, 0.125, 0.25]
 )
 def test_top_p_and_top_k_leave_the_likeliest_tokens(top_p, top_k, left):
     logits = torch.log(torch.tensor([PROBABILITIES]))
-    assert kept(logits, limits(top_p, top_k))[0].nonzero()[:, 0].tolist() == left
+    assert mask_kept(logits, limits(top_p, top_k))[0].nonzero()[:, 0].tolist() == left
 
 
 def test_tokens_come_as_often_as_the_distribution_without_the_others_says():
@@ -270,19 +282,17 @@ def test_limits_are_those_of_hugging_face_where_only_one_is_given():
     nothing = torch.zeros(50, 1, dtype=torch.int64)
     for top_p in (0.1, 0.5, 0.9, 0.99):
         theirs = TopPLogitsWarper(top_p)(nothing, logits).isfinite()
-        ours = kept(logits.log_softmax(-1), limits(top_p, 40, 50))
+        ours = mask_kept(logits.log_softmax(-1), limits(top_p, 40, 50))
         assert torch.equal(ours, theirs) and 50 <= int(ours.sum()) < 2000
     for top_k in (1, 7, 40):
         theirs = TopKLogitsWarper(top_k)(nothing, logits).isfinite()
-        assert torch.equal(kept(logits.log_softmax(-1), limits(1.0, top_k, 50)), theirs)
+        assert torch.equal(mask_kept(logits.log_softmax(-1), limits(1.0, top_k, 50)), theirs)
 
 
 def test_a_request_that_is_limited_changes_nothing_for_others_beside_it(checkpoints):
     prompt = prompt_of(7)
     with scheduling(checkpoints[0]) as scheduler:
-        alone = request(prompt, seed=5, max_new_tokens=40)
-        scheduler.submit([alone])
-        expected = alone.done.result(30).token_ids
+        expected = answer(scheduler, prompt, seed=5, max_new_tokens=40).token_ids
         free, one = (request(prompt, seed=5, max_new_tokens=40) for _ in range(2))
         greedy = request(prompt, temperature=0.0, max_new_tokens=40)
         one.top_k = 1
@@ -315,24 +325,20 @@ def test_released_memory_comes_back_as_garbage_until_weights_are_loaded(checkpoi
         scheduler.call(lambda: model.load_folder(checkpoints[0])).result(10)
         scheduler.call(lambda: scheduler.resume_memory(["kv_cache"])).result(10)
         assert digest(model.weights.items()) == before
-        asked = request(prompt_of(5))
-        scheduler.submit([asked])
-        assert len(asked.done.result(30).token_ids) == 20
+        assert len(answer(scheduler, prompt_of(5)).token_ids) == 20
 
 
 def test_a_busy_engine_keeps_its_memory_and_a_sleeping_one_keeps_requests_waiting(checkpoints):
     with scheduling(checkpoints[0]) as scheduler:
         scheduler.call(lambda: scheduler.set_paused(True)).result(10)
-        asked = request(prompt_of(5))
-        scheduler.submit([asked])
+        asked = submitted(scheduler, prompt_of(5))
         release = scheduler.call(lambda: scheduler.release_memory(["kv_cache"]))
         with pytest.raises(EngineError, match="1 waiting; only an idle engine releases memory"):
             release.result(10)
         scheduler.call(lambda: scheduler.set_paused(False)).result(10)
         assert asked.done.result(30).finish is FinishReason.LENGTH
         scheduler.call(lambda: scheduler.release_memory(["kv_cache"])).result(10)
-        late = request(prompt_of(5))
-        scheduler.submit([late])
+        late = submitted(scheduler, prompt_of(5))
         with pytest.raises(TimeoutError):
             late.done.result(0.3)
         scheduler.call(lambda: scheduler.resume_memory(["kv_cache"])).result(10)

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import pytest
 from sglang_under_test import SGLANG_PYTHON
 
-from relax_hpc.engines import process
-from relax_hpc.engines.ports import held_port
-from relax_hpc.engines.process import start_engine
-from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.errors import EngineError
+from relax_hpc.inference import process
+from relax_hpc.inference.process import start_engine
+from relax_hpc.inference.spec import EngineSpec
+from relax_hpc.runtime.comm.address import hold_port
 
 # In place of an interpreter with SGLang: binds what it is told to, and answers /health.
 LISTENER = """\
@@ -59,10 +59,10 @@ def giving(monkeypatch, ports):
         if ports:
             yield ports.pop(0)
         else:
-            with held_port(host) as port:
+            with hold_port(host) as port:
                 yield port
 
-    monkeypatch.setattr(process, "held_port", found)
+    monkeypatch.setattr(process, "hold_port", found)
 
 
 def test_a_port_that_somebody_took_is_left_to_them(tmp_path, monkeypatch, taken):

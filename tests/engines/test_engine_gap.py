@@ -2,25 +2,17 @@
 
 from types import SimpleNamespace
 
-import megatron_worker as worker
 import numpy as np
 import pytest
 import torch
 from megatron_reference import dense, hf_logprobs
-from megatron_worker import job, num_tokens, trajectories
+from trainers import job, num_tokens, opened, trajectories
 from transformers import AutoModelForCausalLM
 
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import MismatchError
-from relax_hpc.roles.actor.logprob_check import LogprobCheck
+from relax_hpc.roles.actor.rank0 import LogprobCheck
 
-LAYOUTS = {
-    "alone": (1, {}),
-    "tp2": (2, {"tensor_parallel": 2}),
-    "pp2": (2, {"pipeline_parallel": 2}),
-    "cp2": (2, {"context_parallel": 2}),
-    "dp2": (2, {"data_parallel": 2}),
-}
 BIASES = np.array([0.5, -1.0, 0.25, 0.0], np.float32)
 K3 = np.expm1(BIASES) - BIASES
 
@@ -42,14 +34,8 @@ def sampled_by(model, rows, version=0):
         ]
 
 
-def open_trainer(ranks, folder, layout="alone", **settings):
-    size, settings["layout"] = LAYOUTS[layout]
-    ranks[size].call(worker.open_trainer, config=job(folder, **settings))
-    return ranks[size]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_gap_is_that_of_the_tokens_of_this_policy_on_every_layout(ranks, model, layout):
+@pytest.mark.parametrize("grid", ["one", "tp2", "pp2", "cp2", "dp2"])
+def test_the_gap_is_that_of_the_tokens_of_this_policy_on_every_layout(ranks, model, grid):
     rows, advantages = trajectories(12)
     rows = sampled_by(model.here, rows)
     # Row 3: four tokens are off. Row 5 and the end of row 3: from another policy, off by far more.
@@ -68,8 +54,8 @@ def test_the_gap_is_that_of_the_tokens_of_this_policy_on_every_layout(ranks, mod
     rows[5] = sampled_by(model.here, [rows[5]], version=7)[0]
     rows[5].columns["rollout_logprobs"][:] -= 40
     count = num_tokens(rows) - num_tokens([rows[4], rows[5]]) - len(later)
-    pool = open_trainer(ranks, model.folder, layout, budget=40)
-    found = pool.call(worker.engine_gap, rows=rows, advantages=advantages, num_portions=2)
+    pool = opened(ranks, model.folder, grid, budget=40)
+    found = pool.engine_gap(rows=rows, advantages=advantages, num_portions=2)
     assert all(each == found[0] for each in found)
     gap, metrics = found[0]
     assert gap.num_tokens == metrics["engine_gap/tokens"] == count
@@ -89,17 +75,14 @@ def test_a_batch_of_other_policies_says_nothing_and_after_a_step_the_next_policy
 ):
     rows, advantages = trajectories(4)
     batch = {"advantages": advantages}
-    pool = open_trainer(ranks, model.folder, "dp2")
-    [gap, metrics] = pool.call(
-        worker.engine_gap, rows=sampled_by(model.here, rows, version=1), **batch
-    )[0]
+    pool = opened(ranks, model.folder, "dp2")
+    later = sampled_by(model.here, rows, version=1)
+    [gap, metrics] = pool.engine_gap(rows=later, **batch)[0]
     assert gap is None and not [key for key in metrics if key.startswith("engine_gap/")]
-    [gap, metrics] = pool.call(
-        worker.engine_gap, rows=sampled_by(model.here, rows, version=1), **batch
-    )[0]
+    [gap, metrics] = pool.engine_gap(rows=later, **batch)[0]
     assert gap.num_tokens == metrics["engine_gap/tokens"] == num_tokens(rows)
     none = [row._replace(version_runs=np.zeros((0, 2), np.int32)) for row in rows]
-    assert pool.call(worker.engine_gap, rows=none, **batch)[0][0] is None
+    assert pool.engine_gap(rows=none, **batch)[0][0] is None
 
 
 def other_rope(model):
@@ -116,15 +99,15 @@ def other_head(model):
     return model
 
 
-@pytest.mark.parametrize("layout", ["alone", "dp2", "pp2"])
-def test_in_float32_engines_with_the_same_model_pass_by_three_orders(ranks, model, layout):
+@pytest.mark.parametrize("grid", ["one", "dp2", "pp2"])
+def test_in_float32_engines_with_the_same_model_pass_by_three_orders(ranks, model, grid):
     rows, advantages = trajectories(12)
-    pool = open_trainer(ranks, model.folder, layout)
+    pool = opened(ranks, model.folder, grid)
     batch = {"rows": sampled_by(model.here, rows), "advantages": advantages}
-    assert pool.call(worker.check, limit=None, **batch) == ["it trained"] * pool.size
-    assert pool.call(worker.check, limit=1e-6, **batch) == ["it trained"] * pool.size
-    open_trainer(ranks, model.folder, layout)
-    assert "different models" in pool.call(worker.check, limit=1e-9, **batch)[0]
+    assert pool.check(limit=None, **batch) == ["it trained"] * pool.size
+    assert pool.check(limit=1e-6, **batch) == ["it trained"] * pool.size
+    opened(ranks, model.folder, grid)
+    assert "different models" in pool.check(limit=1e-9, **batch)[0]
 
 
 @pytest.mark.parametrize("change", [other_rope, other_head])
@@ -132,9 +115,9 @@ def test_in_float32_engines_with_the_same_model_pass_by_three_orders(ranks, mode
 def test_engines_with_another_model_stop_the_run_at_once(ranks, model, change, dtype):
     theirs = change(AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32).eval())
     rows, advantages = trajectories(12, longest=40)
-    pool = open_trainer(ranks, model.folder, "dp2", dtype=dtype)
+    pool = opened(ranks, model.folder, "dp2", dtype=dtype)
     batch = {"rows": sampled_by(theirs, rows), "advantages": advantages}
-    said = pool.call(worker.check, limit=None, **batch)
+    said = pool.check(limit=None, **batch)
     assert len(set(said)) == 1
     assert said[0].startswith(f"engines (embedded, {dtype}) and trainer (Megatron-core, {dtype})")
     assert "tokens that policy 0 sampled differ by" in said[0]
@@ -143,9 +126,9 @@ def test_engines_with_another_model_stop_the_run_at_once(ranks, model, change, d
 def test_in_bfloat16_rounding_passes(ranks, model):
     half = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.bfloat16).eval()
     rows, advantages = trajectories(12)
-    pool = open_trainer(ranks, model.folder, dtype="bfloat16")
+    pool = opened(ranks, model.folder, dtype="bfloat16")
     batch = {"rows": sampled_by(half, rows), "advantages": advantages}
-    assert pool.call(worker.check, limit=None, **batch) == ["it trained"]
+    assert pool.check(limit=None, **batch) == ["it trained"]
 
 
 def gap_of(mean):
@@ -162,12 +145,11 @@ class Trainer:
 
 
 def check_of(*gaps, step=0, **settings):
-    config = job("unused").model_copy(update={})
-    tree = config.model_dump()
+    tree = job("unused").model_dump()
     tree["weights"] |= settings
     noted, trainer = [], Trainer(*gaps, step=step)
     rank0 = SimpleNamespace(
-        compared=lambda *given: noted.append(given),
+        note_gap=lambda *given: noted.append(given),
         place_of=lambda guid: (f"bus/{guid}.h5", "sglang 1.2"),
     )
     check = LogprobCheck(RunConfig.model_validate(tree), trainer, rank0)

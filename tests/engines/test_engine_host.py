@@ -9,16 +9,15 @@ import psutil
 import pytest
 
 from relax_hpc.config.run import RunConfig
-from relax_hpc.engines.client import EngineClient
 from relax_hpc.errors import EngineError
-from relax_hpc.fleet import members
-from relax_hpc.fleet.roster import Roster, RosterEntry
-from relax_hpc.paths import RunPaths
+from relax_hpc.inference import members
+from relax_hpc.inference.client import EngineClient
+from relax_hpc.inference.members import Roster, RosterEntry
 from relax_hpc.roles.context import TaskContext
-from relax_hpc.roles.engine.host import EngineHost
-from relax_hpc.roles.engine.hosting import Slot, hosting_of
-from relax_hpc.run_secret import RunSecret
-from relax_hpc.telemetry.events import EventWriter, read_events
+from relax_hpc.roles.engine.host import EngineHost, EngineSlot, hosting_of
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import EventWriter, read_events
 
 pytestmark = pytest.mark.long
 
@@ -42,7 +41,7 @@ class Hosted:
         )
         self.secret = RunSecret.create(self.paths.secret)
         self.events = EventWriter(self.paths.events("rollout", 0), "rollout", 0)
-        slot = Slot("rollout-0", number=0, local_index=0)
+        slot = EngineSlot("rollout-0", number=0, local_index=0)
         self.host = EngineHost(hosting_of(self.config, slot), self.paths, CONTEXT, self.events)
 
     @property
@@ -119,7 +118,7 @@ def test_an_engine_that_ends_again_and_again_ends_its_role_by_name(checkpoints, 
     hosted.config = hosted.config.model_copy(
         update={"launch": hosted.config.launch.model_copy(update={"max_restarts": 0})}
     )
-    slot = Slot("rollout-0", number=0, local_index=0)
+    slot = EngineSlot("rollout-0", number=0, local_index=0)
     host = EngineHost(hosting_of(hosted.config, slot), hosted.paths, CONTEXT, hosted.events)
 
     async def role():

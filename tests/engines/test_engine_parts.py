@@ -10,18 +10,16 @@ import pytest
 from sglang_under_test import SGLANG_PYTHON
 
 from relax_hpc.config.run import RunConfig
-from relax_hpc.engines.client import EngineClient
-from relax_hpc.engines.sglang import launch
 from relax_hpc.errors import PeerTimeoutError
-from relax_hpc.fleet import members
-from relax_hpc.paths import RunPaths
+from relax_hpc.inference import members
+from relax_hpc.inference.client import EngineClient
+from relax_hpc.inference.sglang import launch
 from relax_hpc.roles.context import TaskContext
-from relax_hpc.roles.engine import parts as engine_parts
-from relax_hpc.roles.engine.host import EngineHost
-from relax_hpc.roles.engine.hosting import hosting_of, slots_of
-from relax_hpc.roles.engine.parts import Parts
-from relax_hpc.run_secret import RunSecret
-from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.roles.engine import host as engine_parts
+from relax_hpc.roles.engine.host import EngineHost, Parts, hosting_of, slots_of
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import EventWriter
 
 
 def config_of(model, **launch_settings):
@@ -52,7 +50,7 @@ def context(rank, start=1):
 def test_a_part_hears_the_calls_of_its_own_step_and_no_older_ones(tmp_path):
     paths, config = RunPaths(tmp_path), config_of(tmp_path, peer_timeout_s=1)
     host = Parts(paths, "rollout-0", 2)
-    with host.called("7.0-1-4") as share:
+    with host.call("7.0-1-4") as share:
         assert (share.nodes, share.rank) == (2, 0)
         assert share.address.rpartition(":")[2].isdigit()
     host.dismiss("7.0-1-4")
@@ -60,8 +58,9 @@ def test_a_part_hears_the_calls_of_its_own_step_and_no_older_ones(tmp_path):
     [slot] = slots_of(config.rollout_pool, later)
     events = EventWriter(paths.events("rollout", 1), "rollout", 1)
     with pytest.raises(PeerTimeoutError, match="host of rollout-0 called for no start"):
-        engine_parts.serve(hosting_of(config, slot), paths, later, events)
-    engine_parts.serve(hosting_of(config, slot), paths, context(1), events)  # dismissed, so it ends
+        engine_parts.serve_part(hosting_of(config, slot), paths, later, events)
+    # Dismissed, so it ends.
+    engine_parts.serve_part(hosting_of(config, slot), paths, context(1), events)
 
 
 def test_a_lost_part_is_lost_in_its_own_start_only(tmp_path):
@@ -71,7 +70,7 @@ def test_a_lost_part_is_lost_in_its_own_start_only(tmp_path):
     part = engine_parts._Part(hosting_of(config_of(tmp_path), slots_of(
         config_of(tmp_path).rollout_pool, context(1)
     )[0]), paths, context(1))  # fmt: skip
-    part.report(engine_parts.Call("7.0-1-1", "h:1", over=False), "ended with code 3\nmuch more")
+    part.report(engine_parts.HostCall("7.0-1-1", "h:1", over=False), "ended with code 3\nmuch more")
     assert host.end("7.0-1-1") == "lost part 1 on node1: it ended with code 3"
     assert host.end("7.0-1-2") == ""
 
@@ -105,7 +104,7 @@ def test_an_engine_over_two_nodes_serves_as_one_and_comes_back_as_one(
 
     with ThreadPoolExecutor(1) as other_node:
         other = other_node.submit(
-            engine_parts.serve, hosting_of(config, slots[1]), paths, context(1), events
+            engine_parts.serve_part, hosting_of(config, slots[1]), paths, context(1), events
         )
         with EngineHost(hosting_of(config, slots[0]), paths, context(0), events) as host:
             host.wait_until_healthy()

@@ -13,22 +13,21 @@ import psutil
 import pytest
 from sglang_under_test import SGLANG_PYTHON
 
-from relax_hpc.engines import reaper
-from relax_hpc.engines.child import spawn
-from relax_hpc.engines.client import EngineClient
-from relax_hpc.engines.embedded import launch as embedded
-from relax_hpc.engines.process import start_engine
-from relax_hpc.engines.sglang import launch as sglang
-from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.errors import ConfigError, EngineError
+from relax_hpc.inference import leash
+from relax_hpc.inference.client import EngineClient
+from relax_hpc.inference.embedded import launch as embedded
+from relax_hpc.inference.process import spawn, start_engine
+from relax_hpc.inference.sglang import launch as sglang
+from relax_hpc.inference.spec import EngineSpec
 
 pytestmark = pytest.mark.long
 
 OWNER = """
     import sys, time
     from pathlib import Path
-    from relax_hpc.engines.process import start_engine
-    from relax_hpc.engines.spec import EngineSpec
+    from relax_hpc.inference.process import start_engine
+    from relax_hpc.inference.spec import EngineSpec
     kind, model, log, python = sys.argv[1:]
     engine = start_engine(
         EngineSpec(kind, Path(model), start_timeout_s=240), host="127.0.0.1", token="t",
@@ -88,7 +87,7 @@ def test_a_child_that_was_still_starting_when_the_owner_died_is_ended_too(tmp_pa
     owner = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from relax_hpc.engines.child import spawn\n"
+        "from relax_hpc.inference.process import spawn\n"
         "engine = spawn([sys.executable, '-c', sys.argv[1]], Path(sys.argv[2]), {})\n"
         "print(engine.pid, flush=True)\n"
         "time.sleep(600)\n"
@@ -106,7 +105,7 @@ def test_a_child_that_was_still_starting_when_the_owner_died_is_ended_too(tmp_pa
 
 def test_a_reaper_ends_a_session_only_if_nobody_says_that_all_is_well():
     def reap(said):
-        argv = [sys.executable, reaper.__file__, str(engine.pid)]
+        argv = [sys.executable, leash.__file__, "reap", str(engine.pid)]
         subprocess.run(argv, input=said, check=True)
 
     engine = subprocess.Popen(
@@ -190,7 +189,7 @@ def test_an_engine_does_not_see_its_owners_mpi_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     script = (
         "import os; print(sorted(k for k in os.environ"
-        " if 'MPI' in k or 'PMI' in k or k == 'SLURM_JOB_ID'))"
+        " if ('MPI' in k or 'PMI' in k or k == 'SLURM_JOB_ID') and '_MCA_' not in k))"
     )
     engine = spawn([sys.executable, "-c", script], tmp_path / "log", {})
     wait_until(lambda: not engine.alive)
@@ -213,22 +212,15 @@ def test_arguments_that_the_run_decides_are_refused_with_the_key_that_decides():
 
 
 def test_passed_through_arguments_become_flags_and_override_defaults(checkpoints):
-    argv = sglang.arguments(
-        checkpoints[0],
-        host="127.0.0.1",
-        port=1,
-        device="cpu",
-        dtype="float32",
-        seed=3,
-        max_running_requests=64,
-        engine_args={
-            "max_total_tokens": 99,
-            "tp_size": 2,
-            "enable_metrics": True,
-            "disable_overlap_schedule": False,
-            "cuda_graph_bs": [1, 2],
-        },
-    )
+    args = {
+        "max_total_tokens": 99,
+        "tp_size": 2,
+        "enable_metrics": True,
+        "disable_overlap_schedule": False,
+        "cuda_graph_bs": [1, 2],
+    }
+    spec = EngineSpec("sglang", checkpoints[0], args=args, seed=3, max_running_requests=64)
+    argv = sglang.arguments(spec, host="127.0.0.1", port=1, device="cpu")
     text = " ".join(argv)
     assert "--max-total-tokens 99" in text and "32768" not in text
     assert "--tp-size 2" in text and "--cuda-graph-bs 1 2" in text
@@ -238,7 +230,7 @@ def test_passed_through_arguments_become_flags_and_override_defaults(checkpoints
 
 CHECK = """
     import sys
-    from relax_hpc.engines.sglang.launch import check
+    from relax_hpc.inference.sglang.launch import check
     from relax_hpc.errors import ConfigError
     for args in ({"tp_size": 2, "mem_fraction_static": 0.5}, {"mem_fraction_statik": 0.5},
                  {"tp_size": "two"}, {"disable_overlap_schedule": False}, {"dllm_fdfo": False},

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from relax_hpc.cli.demo import models
 from relax_hpc.cli.main import app
-from relax_hpc.demo import checkpoint
-from relax_hpc.telemetry.events import read_events
+from relax_hpc.runtime.telemetry.events import read_events
 
 pytestmark = pytest.mark.long
 
@@ -29,8 +29,8 @@ PROMPTS, SAMPLES = 24, 3
 def place(tmp_path_factory):
     """A random model, prompts of two subsets, and a reward of one's own."""
     folder = tmp_path_factory.mktemp("alone")
-    tokens = checkpoint.tokenizer()
-    checkpoint.save(folder / "model", checkpoint.model(tokens, seed=0), tokens)
+    tokens = models.tokenizer()
+    models.save(folder / "model", models.model(tokens, seed=0), tokens)
     for name, first in (("easy", 0), ("hard", 30)):
         rows = [
             {"prompt": f"{first + n}+1=", "answer": f"{first + n + 1}", "source": "ab"[n % 2]}

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from engine_fixtures import generate, prompt_of
 
-from relax_hpc.engines.client import EngineClient
 from relax_hpc.errors import EngineError
-from relax_hpc.fleet import members
-from relax_hpc.fleet.members import Member
-from relax_hpc.paths import RunPaths
-from relax_hpc.roles.engine import added as extra_engine
+from relax_hpc.inference import members
+from relax_hpc.inference.client import EngineClient
+from relax_hpc.inference.members import Member
+from relax_hpc.roles.engine import loop
+from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.schema import FinishReason
 
 
@@ -22,7 +22,7 @@ from relax_hpc.schema import FinishReason
 def test_a_drain_ends_when_the_engine_is_idle_or_hands_back_what_it_has(
     served, tmp_path, monkeypatch, drain_s, tokens, aborted
 ):
-    monkeypatch.setattr(extra_engine, "_NOTICE_S", 0.1)
+    monkeypatch.setattr(loop, "_NOTICE_S", 0.1)
     paths, at = RunPaths(tmp_path), served.process
     engine = served.client()
     members.announce(paths, Member("extra-1", "e", at.url, 1, served.kind, "DRAINING"))
@@ -33,7 +33,7 @@ def test_a_drain_ends_when_the_engine_is_idle_or_hands_back_what_it_has(
         while not engine.num_requests():
             assert time.monotonic() < deadline and not asked.done()
             time.sleep(0.005)
-        left = extra_engine._drain(paths, "extra-1", at.token, threading.Event(), drain_s)
+        left = loop._drain(paths, "extra-1", at.token, threading.Event(), drain_s)
         [response] = asked.result(timeout=30)
     assert left == aborted and engine.num_requests() == 0
     if aborted:
@@ -45,4 +45,4 @@ def test_a_drain_ends_when_the_engine_is_idle_or_hands_back_what_it_has(
 def test_an_engine_that_is_not_there_has_no_known_load():
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9/v1/loads"):
         EngineClient("http://127.0.0.1:9", "token", timeout_s=1).num_requests()
-    assert extra_engine._num_requests("http://127.0.0.1:9", "token") == 0
+    assert loop._num_requests("http://127.0.0.1:9", "token") == 0

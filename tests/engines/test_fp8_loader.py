@@ -7,15 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from relax_hpc.demo import hearing, seeing
-from relax_hpc.engines.sglang import launch
+from relax_hpc.cli.demo import models
+from relax_hpc.inference.sglang import launch
 
 SHAPE = {
     "vocab_size": 128, "hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 2,
@@ -24,8 +19,8 @@ SHAPE = {
 }  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
 TEXT = SHAPE | {
-    "rope_parameters": seeing.TEXT["rope_parameters"] | {"mrope_section": [12, 10, 10]},
-    "vocab_size": seeing.TEXT["vocab_size"],
+    "rope_parameters": models.TEXT["rope_parameters"] | {"mrope_section": [12, 10, 10]},
+    "vocab_size": models.TEXT["vocab_size"],
 }
 TOWERS = ("visual.", "audio_tower.")
 
@@ -39,14 +34,12 @@ def save(kind, folder, monkeypatch):
         config = Qwen3MoeConfig(**SHAPE, **EXPERTS)
         Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
         return
-    monkeypatch.setattr(seeing, "TEXT", TEXT)
-    monkeypatch.setattr(seeing, "EXPERTS", seeing.EXPERTS | EXPERTS)
-    monkeypatch.setattr(seeing, "VISION", seeing.VISION | {"out_hidden_size": 192})
-    monkeypatch.setattr(hearing, "_AUDIO", hearing._AUDIO | {"output_dim": 192})
-    room = hearing if kind == "omni" else seeing
-    tokens = room.tokenizer()
-    kinds = () if kind == "omni" else (kind,)
-    room.save(folder, room.model(*kinds, tokens, seed=0).to(torch.bfloat16), tokens)
+    monkeypatch.setattr(models, "TEXT", TEXT)
+    monkeypatch.setattr(models, "EXPERTS", models.EXPERTS | EXPERTS)
+    monkeypatch.setattr(models, "VISION", models.VISION | {"out_hidden_size": 192})
+    monkeypatch.setattr(models, "_AUDIO", models._AUDIO | {"output_dim": 192})
+    tokens, model, save = models.make_media_model(kind, 0)
+    save(folder, model.to(torch.bfloat16), tokens)
 
 
 @pytest.mark.sglang

@@ -7,9 +7,9 @@ import psutil
 import pytest
 import torch
 
-from relax_hpc.engines.megatron.checkpoint import host_blocks, host_copy
-from relax_hpc.engines.megatron.checkpoint.host_copy import HostCopy
 from relax_hpc.errors import CheckpointError
+from relax_hpc.trainer.megatron import host_memory
+from relax_hpc.trainer.megatron.host_memory import HostCopy
 
 
 def tensors():
@@ -18,7 +18,7 @@ def tensors():
 
 
 def test_copies_are_of_the_moment_and_each_is_in_one_block(monkeypatch):
-    monkeypatch.setattr(host_copy, "_BLOCK", 1024)
+    monkeypatch.setattr(host_memory, "_BLOCK", 1024)
     host, made = HostCopy(), tensors()
     host.reserve(made)
     copies, wait = host.of(made)
@@ -29,13 +29,13 @@ def test_copies_are_of_the_moment_and_each_is_in_one_block(monkeypatch):
     for copy, expected in zip(copies, tensors(), strict=True):
         assert torch.equal(copy, expected) and copy.is_contiguous()
     # 1,200 bytes are more than a block; 800, rounded up to 832, have room for 8 behind them.
-    assert host_copy._block_sizes([1200, 800, 0, 8]) == [1200, 840]
+    assert host_memory._block_sizes([1200, 800, 0, 8]) == [1200, 840]
     assert [len(block) for block in host._blocks] == [1200, 840]
 
 
 def test_memory_is_taken_once_and_anew_for_other_tensors(monkeypatch):
-    host, taken, real = HostCopy(), [], host_blocks.touched
-    monkeypatch.setattr(host_blocks, "touched", lambda size: taken.append(size) or real(size))
+    host, taken, real = HostCopy(), [], host_memory.allocate
+    monkeypatch.setattr(host_memory, "allocate", lambda size: taken.append(size) or real(size))
     for made in (tensors(), tensors(), [torch.ones(5)]):
         copies, wait = host.of(made)
         wait()
@@ -44,8 +44,8 @@ def test_memory_is_taken_once_and_anew_for_other_tensors(monkeypatch):
 
 
 def test_what_changes_the_tensors_waits_for_the_copy_and_the_save_does_not(monkeypatch):
-    go, real = threading.Event(), host_copy._copy
-    monkeypatch.setattr(host_copy, "_copy", lambda *args: go.wait(20) and real(*args))
+    go, real = threading.Event(), host_memory._copy
+    monkeypatch.setattr(host_memory, "_copy", lambda *args: go.wait(20) and real(*args))
     host, (tensor,) = HostCopy(), [torch.ones(3)]
     (copy,), _ = host.of([tensor])  # returns though nothing is copied
     later = threading.Thread(target=lambda: (host.finish(), tensor.zero_()))
@@ -61,7 +61,7 @@ def test_a_copy_that_fails_is_told_to_those_who_would_write_it(monkeypatch):
     def fail(*_):
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(host_copy, "_copy", fail)
+    monkeypatch.setattr(host_memory, "_copy", fail)
     host = HostCopy()
     _, wait = host.of([torch.ones(3)])
     host.finish()
@@ -87,17 +87,17 @@ def test_too_little_memory_is_refused_and_asked_for_again(monkeypatch):
 def test_a_twentieth_of_a_large_node_is_left_to_others(monkeypatch):
     node = SimpleNamespace(total=400 << 30, available=50 << 30)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: node)
-    monkeypatch.setattr(host_blocks, "_left_to_job", lambda own: [33 << 30])
-    host_blocks.check_room(30 << 30, of=1)
+    monkeypatch.setattr(host_memory, "_read_memory_left", lambda own: [33 << 30])
+    host_memory.check_room(30 << 30, of=1)
     with pytest.raises(CheckpointError, match=r"50.0 GiB are free, of which 20 are left"):
-        host_blocks.check_room((30 << 30) + 1, of=1)
-    monkeypatch.setattr(host_blocks, "_left_to_job", lambda own: [31 << 30])
+        host_memory.check_room((30 << 30) + 1, of=1)
+    monkeypatch.setattr(host_memory, "_read_memory_left", lambda own: [31 << 30])
     with pytest.raises(CheckpointError, match=r"31.0 GiB are free, of which 2 are left"):
-        host_blocks.check_room((29 << 30) + 1, of=1)
+        host_memory.check_room((29 << 30) + 1, of=1)
 
 
 def test_the_limit_of_the_job_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(host_blocks, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
     step = tmp_path / "job" / "step"
     step.mkdir(parents=True)
     (step / "memory.max").write_text("max\n")
@@ -106,8 +106,8 @@ def test_the_limit_of_the_job_counts(tmp_path, monkeypatch):
         (tmp_path / "job" / f"memory.{name}").write_text(f"{value}\n")
     own = tmp_path / "cgroup"
     own.write_text("0::/job/step\n")
-    assert list(host_blocks._left_to_job(own)) == [3 << 30]
-    host_blocks.check_room(1 << 30, of=1, own=own)
+    assert list(host_memory._read_memory_left(own)) == [3 << 30]
+    host_memory.check_room(1 << 30, of=1, own=own)
     with pytest.raises(CheckpointError, match=r"3.0 GiB are free"):
-        host_blocks.check_room((1 << 30) + 1, of=5 << 30, own=own)
-    assert list(host_blocks._left_to_job(tmp_path / "nowhere")) == []
+        host_memory.check_room((1 << 30) + 1, of=5 << 30, own=own)
+    assert list(host_memory._read_memory_left(tmp_path / "nowhere")) == []

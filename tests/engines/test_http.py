@@ -8,9 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from relax_hpc.engines.async_http import AsyncHttp
-from relax_hpc.engines.http import Http
 from relax_hpc.errors import EngineError, EngineFaultError, EngineLostError
+from relax_hpc.inference.http import AsyncHttp, Http
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -1,78 +1,71 @@
 """What `check` says that a rank keeps on its GPU is what it keeps."""
 
-import megatron_worker as worker
 import numpy as np
 import pytest
 from megatron_reference import mixture, narrow
-from megatron_worker import job
 from seen_rows import make
+from trainers import job, opened
 
-from relax_hpc.engines.megatron.optimizer import memory
-from relax_hpc.models.registry import read_architecture
+from relax_hpc.trainer.megatron import fit
+from relax_hpc.trainer.models.registry import read_architecture
 
 BF16 = {"dtype": "bfloat16"}
 HALF = BF16 | {"optimizer": {"moments": "bfloat16", "ddp": {"grad_reduce_in_fp32": False}}}
 
 
-def tied(folder):
-    return narrow(folder, tied=True)
-
-
-def untied(folder):
-    return narrow(folder, tied=False)
-
-
-def mixed(folder):
+def hybrid(folder):
     mixture(folder)
     return folder
 
 
-def seeing(folder):
-    make(folder)
-    return folder
+def media(kind):
+    def made(folder):
+        make(folder, kind=kind)
+        return folder
+
+    return made
 
 
-def hearing(folder):
-    make(folder, kind="omni")
-    return folder
+MODELS = {
+    "tied": narrow, "untied": lambda folder: narrow(folder, tied=False), "mixed": hybrid,
+    "seeing": media("vl"), "hearing": media("omni"),
+}  # fmt: skip
 
 
 def told_of(config, folder):
     actor, shape = config.actor, read_architecture(folder)
-    return memory.held(
+    return fit.count_held(
         actor, actor.optimizer, shape, config.model.dtype, frozen=actor.frozen, lora=actor.lora
     )
 
 
 @pytest.mark.parametrize(
-    ("model", "ranks_of", "options"),
+    ("model", "grid", "options"),
     [
-        (tied, 1, {}),
-        (tied, 1, BF16),
-        (untied, 1, HALF),
-        (tied, 2, BF16 | {"tp": 2}),
-        (tied, 2, HALF | {"dp": 2}),
-        (tied, 2, BF16 | {"layout": {"pipeline_parallel": 2}}),
-        (untied, 2, BF16 | {"layout": {"pipeline_parallel": 2, "virtual_pipeline": 2}}),
-        (untied, 2, BF16 | {"layout": {"context_parallel": 2}}),
-        (mixed, 1, BF16),
-        (mixed, 2, BF16 | {"layout": {"data_parallel": 2, "expert_parallel": 2}}),
-        (mixed, 2, BF16 | {"layout": {"data_parallel": 2, "expert_tensor_parallel": 2}}),
-        (mixed, 4, BF16 | {"layout": {"data_parallel": 4, "expert_parallel": 2}}),
-        (seeing, 1, BF16),
-        (seeing, 2, BF16 | {"layout": {"pipeline_parallel": 2}}),
-        (seeing, 2, BF16 | {"tp": 2, "actor": {"frozen": ["vision"]}}),
-        (hearing, 2, BF16 | {"tp": 2, "dp": 1, "actor": {"frozen": ["audio", "language"]}}),
-        (untied, 2, BF16 | {"dp": 2, "actor": {"lora": {"rank": 4}}}),
+        ("tied", "one", {}),
+        ("tied", "one", BF16),
+        ("untied", "one", HALF),
+        ("tied", "tp2", BF16),
+        ("tied", "dp2", HALF),
+        ("tied", "pp2", BF16),
+        ("untied", "pp2_vpp2", BF16),
+        ("untied", "cp2", BF16),
+        ("mixed", "one", BF16),
+        ("mixed", "dp2_ep2", BF16),
+        ("mixed", "dp2_etp2", BF16),
+        ("mixed", "dp4_ep2", BF16),
+        ("seeing", "one", BF16),
+        ("seeing", "pp2", BF16),
+        ("seeing", "tp2", BF16 | {"actor": {"frozen": ["vision"]}}),
+        ("hearing", "tp2", BF16 | {"actor": {"frozen": ["audio", "language"]}}),
+        ("untied", "dp2", BF16 | {"actor": {"lora": {"rank": 4}}}),
     ],
 )
-def test_what_is_kept_is_what_is_counted(ranks, tmp_path, model, ranks_of, options):
-    folder, layout = model(tmp_path / "model"), dict(options).get("layout", {})
-    config = job(folder, **options)
-    told = told_of(config, folder)
-    ranks[ranks_of].call(worker.open_trainer, config=config)
-    found = np.array(ranks[ranks_of].call(worker.kept_bytes), float)  # [ranks, 3]
-    stages = layout.get("pipeline_parallel", 1)
+def test_what_is_kept_is_what_is_counted(ranks, tmp_path, model, grid, options):
+    folder = MODELS[model](tmp_path / "model")
+    told = told_of(job(folder, grid, **options), folder)
+    found = np.array(opened(ranks, folder, grid, **options).kept_bytes(), float)  # [ranks, 3]
+    stages = 2 if grid.startswith("pp2") else 1
     of_stages = found.reshape(stages, -1, 3).mean(axis=1)  # shares are of many sizes
     fullest = of_stages[of_stages.sum(axis=1).argmax()]
     assert told == pytest.approx(fullest, rel=1e-6)
@@ -81,11 +74,10 @@ def test_what_is_kept_is_what_is_counted(ranks, tmp_path, model, ranks_of, optio
 def test_what_lies_in_host_memory_is_not_counted(ranks, tmp_path):
     def kept(offload):
         tables = BF16 | {"optimizer": {"offload": offload}}
-        config = job(folder, **tables)
-        ranks[1].call(worker.open_trainer, config=config)
-        return told_of(config, folder), ranks[1].call(worker.kept_bytes)[0]
+        kept = opened(ranks, folder, **tables).kept_bytes()[0]
+        return told_of(job(folder, **tables), folder), kept
 
-    folder = untied(tmp_path / "model")
+    folder = narrow(tmp_path / "model", tied=False)
     told, found = kept(1.0)
     assert told == found and told.optimizer == 0 < told.gradients
     told, found = kept(0.5)  # whole parameters
@@ -94,5 +86,5 @@ def test_what_lies_in_host_memory_is_not_counted(ranks, tmp_path):
 
 def test_of_uneven_stages_nothing_is_said(tmp_path):
     options = {"num_layers_in_first_pipeline_stage": 1}
-    config = job(tmp_path, layout={"pipeline_parallel": 2}, transformer=options)
-    assert told_of(config, untied(tmp_path / "model")) is None
+    folder = narrow(tmp_path / "model", tied=False)
+    assert told_of(job(folder, "pp2", transformer=options), folder) is None

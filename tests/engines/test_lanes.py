@@ -1,14 +1,9 @@
 """Weights through shared memory, from each rank of a trainer to the engine's rank beside it."""
 
-import asyncio
-
 import pytest
 import torch
-from engine_fixtures import EOS, prompt_of, reference_logprobs
+from engine_fixtures import EOS, prompt_of, reference_logprobs, sampled
 from houses import at_that_moment, freeze, house_of, kill, publish, trainer
-
-from relax_hpc.engines.generation import GenerationClient
-from relax_hpc.engines.response import Sampling
 
 pytestmark = pytest.mark.long
 
@@ -31,11 +26,9 @@ def house(shared):
 
 
 def logprobs_are_those_of(house, engine, checkpoint):
-    async def ask():
-        async with GenerationClient(engine.url, engine.token) as client:
-            return await client.sample(prompt_of(7), 1, Sampling(1.0, 12, (EOS,)))
-
-    found = asyncio.run(ask())
+    [found] = sampled(
+        engine, prompt_of(7), [1], max_new_tokens=12, stop_token_ids=(EOS,), ignore_eos=False
+    )
     expected = reference_logprobs(checkpoint, prompt_of(7), found.token_ids)
     return torch.tensor(found.logprobs).sub(expected).abs().max() <= 1e-4
 
@@ -61,10 +54,7 @@ def test_weights_of_a_trainer_that_follows_are_taken_although_the_first_one_vani
 
 
 def test_a_tensor_that_engines_do_not_know_is_named_and_no_rank_waits_for_it(house):
-    for bend, named in (
-        ("shape", "model.embed_tokens.weight"),
-        ("name", "model.nothing.weight"),
-    ):
+    for bend, named in (("shape", "model.embed_tokens.weight"), ("name", "model.nothing.weight")):
         house.announce()
         # Longer than this test waits for the ranks.
         with trainer(house, timeout_s=1000, bend=bend) as ranks:

@@ -2,27 +2,16 @@
 
 import json
 
-import megatron_worker as worker
-import numpy as np
 import pytest
 import torch
-import weights_worker
-from megatron_reference import clear_gradient, collect
 from megatron_reference import reference as hugging_face
-from megatron_worker import job
 from safetensors.torch import load_file
 from tiny_models import ROWS, by_transformers, check, distance, linked, make, write
+from trainers import assert_a_grid_equals, equal, job, opened
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.registry import read_architecture
+from relax_hpc.trainer.models.registry import read_architecture
 
-GRIDS = {
-    "one": (1, {}),
-    "tp2": (2, {"tensor_parallel": 2}),
-    "pp2": (2, {"pipeline_parallel": 2}),
-    "cp2": (2, {"context_parallel": 2}),
-    "dp2": (2, {"data_parallel": 2}),
-}
 MODELS = {
     "llama": ("llama", {}),
     "tied llama": ("llama", {"tie_word_embeddings": True, "head_dim": None}),
@@ -41,28 +30,12 @@ def truth(request, tmp_path_factory):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", ["one", "tp2", "pp2", "cp2", "dp2"])
 def test_a_grid_equals_hugging_face(ranks, truth, grid):
-    """Logprobs, loss, gradients, and the weights after two updates with torch's AdamW."""
-    size, layout = GRIDS[grid]
-    pool, batch = ranks[size], {"rows": truth.rows, "advantages": truth.advantages}
-    config = job(truth.folder, layout=layout, optimizer={"weight_decay": 0.1})
-    pool.call(worker.open_trainer, config=config)
-    logprobs = collect(pool.call(worker.logprobs, rows=truth.rows))
-    for mine, theirs in zip(logprobs, truth.logprobs, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=2e-6, atol=5e-6)
-    for gradients in pool.call(worker.gradients, **batch):
-        assert gradients.keys() == truth.gradients[0].keys()
-        for name, theirs in truth.gradients[0].items():
-            np.testing.assert_allclose(gradients[name], theirs, atol=1e-5, err_msg=name)
-    pool.call(worker.open_trainer, config=config)
-    for step in range(2):
-        metrics = pool.call(worker.train, **batch)
-        assert metrics[0]["grad_norm"] == pytest.approx(truth.norms[step], rel=1e-5)
-        for weights in pool.call(worker.weights):
-            for name, theirs in truth.steps[step].items():
-                clear = clear_gradient(truth, name) & clear_gradient(truth, name, step)
-                assert np.abs(weights[name] - theirs)[clear].max() < 1e-5, (name, step)
+    decays = {"optimizer": {"weight_decay": 0.1}}
+    assert_a_grid_equals(
+        truth, lambda: opened(ranks, truth.folder, grid, **decays), rtol=2e-6, atol=5e-6
+    )
 
 
 @pytest.mark.long
@@ -70,17 +43,14 @@ def test_a_grid_equals_hugging_face(ranks, truth, grid):
 def test_what_is_exported_is_bitwise_what_was_read_and_transformers_reads_it(
     ranks, truth, tmp_path, grid
 ):
-    size, layout = GRIDS[grid]
-    ranks[size].call(weights_worker.load, config=job(truth.folder, layout=layout))
+    ranks[2].load_model(config=job(truth.folder, grid))
     out = tmp_path / "out"
-    ranks[size].call(weights_worker.save_hf, folder=out, source=truth.folder, writer=0)
+    ranks[2].save_hf(folder=out, source=truth.folder, writer=0)
     (was,) = truth.folder.glob("*.safetensors")
     was = load_file(was)
     found = {n: w for file in out.glob("*.safetensors") for n, w in load_file(file).items()}
-    assert found.keys() == was.keys()
-    assert all(torch.equal(found[name], was[name]) for name in was)
-    ours, theirs = (by_transformers(folder) for folder in (out, truth.folder))
-    assert all(map(np.array_equal, ours, theirs))
+    assert equal(found, was)
+    assert equal(by_transformers(out), by_transformers(truth.folder))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
@@ -126,15 +96,3 @@ def test_texts_of_mistral_are_no_longer_than_its_window(ranks, weights, tmp_path
         write(folder, "mistral", sliding_window=wrong)
         with pytest.raises(ConfigError, match=r"sliding_window = .*: a positive integer is expec"):
             read_architecture(folder)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("attention_bias", True), ("mlp_bias", True), ("pretraining_tp", 2), ("hidden_act", "gelu"),
-     ("rope_interleaved", True), ("architectures", ["MistralForCausalLM"])],
-)  # fmt: skip
-def test_what_is_not_computed_is_refused_by_name(tmp_path, name, value):
-    write(tmp_path, "llama", **{name: value})
-    with pytest.raises(ConfigError) as refused:
-        read_architecture(tmp_path)
-    assert str(refused.value).startswith(f"{tmp_path / 'config.json'}: {name} = {value!r}: only ")

@@ -1,19 +1,21 @@
 """Engines that serve models of Llama's form: their logprobs, their weights, their ends."""
 
-import asyncio
 import json
 import shutil
 
 import pytest
 import torch
-from engine_fixtures import named_weights, prompt_of, reference_logprobs, send, weight_group
-from sglang_under_test import SGLANG_PYTHON
+from engine_fixtures import (
+    named_weights,
+    prompt_of,
+    reference_logprobs,
+    sampled,
+    send,
+    started,
+    weight_group,
+)
 from tiny_models import make
 
-from relax_hpc.engines.generation import GenerationClient
-from relax_hpc.engines.process import start_engine
-from relax_hpc.engines.response import Sampling
-from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.schema import FinishReason
 
 KINDS = ["embedded", "sglang"]
@@ -38,27 +40,14 @@ def engine(request, kind, tmp_path_factory):
 
     weights = {name: -0.9 * tensor for name, tensor in named_weights(folder)}
     save_file(weights, other / "model.safetensors", {"format": "pt"})
-    with start_engine(
-        EngineSpec(kind, folder, start_timeout_s=300), host="127.0.0.1", token="right",
-        log_path=tmp_path_factory.mktemp("log") / "engine.log",
-        python=SGLANG_PYTHON if kind == "sglang" else None,
-    ) as process:  # fmt: skip
+    with started(kind, folder, tmp_path_factory.mktemp("log") / "engine.log") as process:
         yield process, folder, other
-
-
-def sampled(process, prompt, seeds, **settings):
-    async def run():
-        async with GenerationClient(process.url, process.token) as client:
-            sampling = Sampling(1.0, 40, **settings)
-            return await asyncio.gather(*(client.sample(prompt, seed, sampling) for seed in seeds))
-
-    return asyncio.run(run())
 
 
 def gap(process, folder):
     """The largest difference between the engine's logprobs and those of transformers."""
     prompt = prompt_of(20)
-    [found] = sampled(process, prompt, [1], ignore_eos=True)
+    [found] = sampled(process, prompt, [1], max_new_tokens=40)
     assert len(found.token_ids) == 40
     expected = reference_logprobs(folder, prompt, found.token_ids)
     return float((torch.tensor(found.logprobs) - expected).abs().max())
@@ -80,7 +69,7 @@ def test_logprobs_are_those_of_transformers_also_after_updates(engine):
 def test_every_token_of_generation_config_ends_a_response(engine):
     process, _, _ = engine
     ends = set()
-    for found in sampled(process, prompt_of(9), range(24)):
+    for found in sampled(process, prompt_of(9), range(24), max_new_tokens=40, ignore_eos=False):
         *before, last = found.token_ids
         assert max(before, default=0) < FIRST_END
         if found.finish == FinishReason.STOP:

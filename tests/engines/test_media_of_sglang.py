@@ -7,28 +7,37 @@ import time
 import numpy as np
 import pytest
 import torch
-from seer import IMAGE, TOGETHER, TOLERANCE, VIDEO, Seer, ask, clip, image, make, source
+from engine_fixtures import started
+from seer import (
+    IMAGE,
+    TOGETHER,
+    TOLERANCE,
+    VIDEO,
+    Seer,
+    ask,
+    assert_update_is_seen,
+    clip,
+    image,
+    make,
+    source,
+)
 from sglang_under_test import SGLANG_PYTHON
 
-from relax_hpc import job_file
 from relax_hpc.bus import layout
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
-from relax_hpc.bus.tools import selection
-from relax_hpc.demo import seeing
-from relax_hpc.engines import capabilities
-from relax_hpc.engines.generation import GenerationClient
-from relax_hpc.engines.process import start_engine
-from relax_hpc.engines.response import Draft, Sampling
-from relax_hpc.engines.spec import EngineSpec
-from relax_hpc.environments.base import Outcome
+from relax_hpc.bus.tools import inventory
+from relax_hpc.config import job_file
+from relax_hpc.data.media.expand import MediaSpan
+from relax_hpc.data.media.stored import DECODERS, StoredMedium, decoders
+from relax_hpc.data.media.workers import Decoders, MediaWorkers
+from relax_hpc.environments.environment import Outcome
 from relax_hpc.errors import EngineError
-from relax_hpc.media.expand import Span
-from relax_hpc.media.stored import DECODERS, Stored, decoders
-from relax_hpc.media.workers import Decoders, MediaWorkers
-from relax_hpc.paths import BusPaths
+from relax_hpc.inference import capabilities
+from relax_hpc.inference.generation import Draft, GenerationClient, Sampling
 from relax_hpc.roles.rollout import prompt_check
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
+from relax_hpc.runtime.paths import BusPaths
 
 THOUSANDS = 10_000
 
@@ -41,10 +50,7 @@ def seer(tmp_path_factory):
     make(folder)
     made = Seer(folder)
     log_path = tmp_path_factory.mktemp("log") / "engine.log"
-    with start_engine(
-        EngineSpec("sglang", folder, start_timeout_s=240),
-        host="127.0.0.1", token="a right token", log_path=log_path, python=SGLANG_PYTHON,
-    ) as made.process:  # fmt: skip
+    with started("sglang", folder, log_path) as made.process:
         yield made
 
 
@@ -63,18 +69,15 @@ def test_logprobs_are_hugging_faces_of_the_same_pixels(seer, tmp_path, case):
     text, media = CASES[case]
     prompt = seer.prompt(text, *media(tmp_path))
     [generation] = ask(seer, [prompt])
-    reference = seer.logprobs(prompt, generation.token_ids)
-    assert (torch.tensor(generation.logprobs) - reference).abs().max() <= TOLERANCE
+    assert seer.gap(prompt, generation).max() <= TOLERANCE
 
 
 def test_placeholders_in_a_draft_are_text(seer, tmp_path):
     prompt = seer.prompt(IMAGE + "what?", source(tmp_path, 1))
     draft = [65, seer.image, seer.image, 66, seer.video, 67]
     [generation] = ask(seer, [prompt], draft=draft, new=18)
-    reference = seer.logprobs(prompt, generation.token_ids)
-    got = torch.tensor(generation.logprobs)
-    assert generation.token_ids[:6] == draft and len(got) == 18
-    assert (got - reference)[6:].abs().max() <= TOLERANCE
+    assert generation.token_ids[:6] == draft and len(generation.logprobs) == 18
+    assert seer.gap(prompt, generation)[6:].max() <= TOLERANCE
 
 
 @pytest.mark.soak
@@ -104,10 +107,9 @@ def test_images_of_one_size_are_never_confused(seer, tmp_path):
     assert len({tuple(ids) for ids, _, _ in prompts}) == 1
     for _ in range(2):
         for prompt, made in zip(prompts, ask(seer, prompts, new=3), strict=True):
-            reference = seer.logprobs(prompt, made.token_ids)
-            assert (torch.tensor(made.logprobs) - reference).abs().max() <= TOGETHER
-    other = seer.logprobs(prompts[0], made.token_ids)
-    assert (other - reference).abs().max() > 1e-2, "the image matters"
+            assert seer.gap(prompt, made).max() <= TOGETHER
+    of_last, of_first = (seer.logprobs(each, made.token_ids) for each in (prompt, prompts[0]))
+    assert (of_first - of_last).abs().max() > 1e-2, "the image matters"
 
 
 def test_an_engine_elsewhere_is_sent_the_arrays(seer, tmp_path):
@@ -121,8 +123,7 @@ def test_an_engine_elsewhere_is_sent_the_arrays(seer, tmp_path):
 
     prompt = seer.prompt(IMAGE + "what?", source(tmp_path, 77))
     [generation] = ask(seer, [prompt], before=moved)
-    reference = seer.logprobs(prompt, generation.token_ids)
-    assert (torch.tensor(generation.logprobs) - reference).abs().max() <= TOLERANCE
+    assert seer.gap(prompt, generation).max() <= TOLERANCE
 
 
 class Elsewhere:
@@ -148,30 +149,9 @@ def test_an_array_that_is_not_of_its_digest_is_refused(seer, tmp_path):
 
 
 def test_an_update_of_the_tower_is_seen_at_once(seer, tmp_path):
-    """SGLang keeps a tower's features, and does not ask which weights made them."""
+    make(tmp_path / "other", seed=6, like=seer.model)
     prompt = seer.prompt(IMAGE + "what?", source(tmp_path, 79))
-    [before] = ask(seer, [prompt])
-    other = seeing.model("vl", seer.tokens, seed=5)
-    with torch.no_grad():
-        for name, parameter in other.named_parameters():
-            old = seer.model.get_parameter(name)
-            parameter.copy_(old + 0.1 * torch.randn_like(old) if "visual" in name else old)
-    folder = tmp_path / "other"
-    seeing.save(folder, other, seer.tokens)
-    client = seer.process.client()
-    try:
-        client.update_weights_from_disk(str(folder), 1)
-        [after] = ask(seer, [prompt])
-        old = seer.logprobs(prompt, after.token_ids)
-        seer.model, kept = other.float().eval(), seer.model
-        new = seer.logprobs(prompt, after.token_ids)
-        seer.model = kept
-        assert (torch.tensor(after.logprobs) - new).abs().max() <= TOLERANCE
-        assert (new - old).abs().max() > 1e-2
-        assert before.version_runs == [(0, 0)] and after.version_runs == [(0, 1)]
-    finally:
-        client.update_weights_from_disk(str(seer.folder), 2)
-        client.close()
+    assert_update_is_seen(seer, Seer(tmp_path / "other"), prompt)
 
 
 def test_an_aborted_response_goes_on_from_its_draft(seer, tmp_path):
@@ -181,7 +161,7 @@ def test_an_aborted_response_goes_on_from_its_draft(seer, tmp_path):
         ids, media, spans = prompt
         async with (
             MediaWorkers(seer.recipe, Decoders(1)) as workers,
-            workers.prepared(media, spans) as made,
+            workers.prepare(media, spans) as made,
             GenerationClient(seer.process.url, seer.process.token, tokens_per_chunk=4) as client,
         ):
             how = Sampling(1.0, 300, ignore_eos=True, view=made.view)
@@ -195,8 +175,7 @@ def test_an_aborted_response_goes_on_from_its_draft(seer, tmp_path):
 
     cut, whole = asyncio.run(run())
     assert 8 <= cut < 300 == len(whole.token_ids)
-    reference = seer.logprobs(prompt, whole.token_ids)
-    assert (torch.tensor(whole.logprobs) - reference).abs().max() <= TOLERANCE
+    assert seer.gap(prompt, whole).max() <= TOLERANCE
 
 
 class Client:
@@ -272,8 +251,8 @@ def test_an_image_that_an_environment_adds_is_seen_from_its_turn_on(seer, tmp_pa
     others = []
     for row in group.trajectories:
         assert [m.kind.name for m in row.media] == ["PNG", "PNG"] and row.segment == 0
-        media = [Stored(m, "a row").canonical(seer.recipe) for m in row.media]
-        spans = [Span(*map(int, span)) for span in row.media_spans]
+        media = [StoredMedium(m, "a row").canonical(seer.recipe) for m in row.media]
+        spans = [MediaSpan(*map(int, span)) for span in row.media_spans]
         tokens, starts = row.token_ids.tolist(), [int(s) for s, kind in row.turns if kind == 1]
         assert len(starts) == 3 and starts[0] < spans[1].first < starts[1]
         for start, size in zip(starts, (5, 6, 6), strict=True):
@@ -306,11 +285,14 @@ def test_from_a_row_of_data_to_the_bus_and_back_it_is_one_set_of_pixels(seer, tm
         producer.put(made)
     reader, seen = Reader(paths), set()
     for guid in range(2):
-        record = selection.of_guid(paths, guid)
+        record = inventory.of_guid(paths, guid)
         for number, row in enumerate(reader.rows(record, range(3))):
             wanted = [(number, place) for place in range(len(row.media))]
             media = [each.canonical(seer.recipe) for each in reader.media(record, wanted)]
-            tokens, spans = row.token_ids.tolist(), [Span(*map(int, s)) for s in row.media_spans]
+            tokens, spans = (
+                row.token_ids.tolist(),
+                [MediaSpan(*map(int, s)) for s in row.media_spans],
+            )
             assert len(media) == len(spans) == rows[row.prompt_index]["prompt"].count("<image>")
             ids, response = tokens[: row.prompt_len], tokens[row.prompt_len :]
             reference = seer.logprobs_of(ids, media, spans, response)

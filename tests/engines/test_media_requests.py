@@ -11,19 +11,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from engine_fixtures import started
 
-from relax_hpc.engines import capabilities
-from relax_hpc.engines.generation import GenerationClient
-from relax_hpc.engines.process import start_engine
-from relax_hpc.engines.response import Sampling
-from relax_hpc.engines.sglang import features
-from relax_hpc.engines.sglang.kept import Kept
-from relax_hpc.engines.spec import EngineSpec
+from relax_hpc.data.media import spool
+from relax_hpc.data.media.expand import MediaSpan
+from relax_hpc.data.media.extent import Extent
+from relax_hpc.data.media.spool import MediaView, Spooled
 from relax_hpc.errors import EngineError
-from relax_hpc.media import wire
-from relax_hpc.media.expand import Span
-from relax_hpc.media.extent import Extent
-from relax_hpc.media.spool import Spooled, View
+from relax_hpc.inference import capabilities
+from relax_hpc.inference.generation import GenerationClient, Sampling
+from relax_hpc.inference.sglang import receive
+from relax_hpc.inference.sglang.recent_tensors import RecentTensors
 
 ANSWER = {
     "meta_info": {
@@ -39,10 +37,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append(body)
-        sent = wire.view_of(body["image_data"][0]) if "image_data" in body else None
+        sent = spool.view_of(body["image_data"][0]) if "image_data" in body else None
         chunk = ANSWER
         if sent and not sent.contents and self.server.is_elsewhere:
-            chunk = {"error": {"message": f"{wire.MISSING}: nothing there", "code": 400}}
+            chunk = {"error": {"message": f"{spool.MISSING}: nothing there", "code": 400}}
         elif sent and self.server.elsewhere:
             try:
                 self.server.elsewhere.answer(sent)
@@ -74,7 +72,7 @@ def view(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((1, 64, 96, 3), np.uint8))
     extent = Extent("image", (6,), (64, 96), (1, 4, 6))
     medium = Spooled(extent, bytes(range(16)), tmp_path / "a.npy")
-    return View((medium,), (Span(0, 2, 6),))
+    return MediaView((medium,), (MediaSpan(0, 2, 6),))
 
 
 def ask(server, view, times=1):
@@ -91,7 +89,7 @@ def test_an_engine_of_this_node_is_told_where_the_files_lie(server, view):
     assert (done.token_ids, done.version_runs) == ([7], [(0, 3)])
     [body] = server.seen
     assert body["extra_key"] == f"v3-{view.digest.hex()}"
-    assert wire.view_of(body["image_data"][0]) == wire.Sent(view, 3)
+    assert spool.view_of(body["image_data"][0]) == spool.SentView(view, 3)
     assert len(json.dumps(body)) < 1000, "no array travels"
 
 
@@ -106,7 +104,7 @@ def test_media_of_other_digests_have_other_cached_prefixes(server, view):
 def test_an_engine_elsewhere_says_so_once_and_is_sent_the_arrays(server, view):
     server.is_elsewhere = True
     assert [done.token_ids for done in ask(server, view, times=2)] == [[7], [7]]
-    sent = [wire.view_of(body["image_data"][0]).contents for body in server.seen]
+    sent = [spool.view_of(body["image_data"][0]).contents for body in server.seen]
     content = Path(view.media[0].path).read_bytes()
     assert sent == [(), (content,), (content,)]
 
@@ -116,7 +114,7 @@ class Elsewhere:
     not there until the first comes with what is in it."""
 
     def __init__(self):
-        self.kept, self.loop = Kept(1000), asyncio.new_event_loop()
+        self.kept, self.loop = RecentTensors(1000), asyncio.new_event_loop()
         self.named, self.come = [], threading.Event()
         self.first, self.again = threading.Event(), threading.Event()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
@@ -137,11 +135,11 @@ class Elsewhere:
 
     def _made(self, sent):
         if sent.contents:
-            return torch.from_numpy(wire.array_in(sent.contents[0]).ravel()[:9])
+            return torch.from_numpy(spool.array_in(sent.contents[0]).ravel()[:9])
         self.named.append(sent)
         (self.again if self.first.is_set() else self.first).set()
         assert len(self.named) == 1 or self.come.wait(20)
-        raise ValueError(f"{wire.MISSING}: not on this node")
+        raise ValueError(f"{spool.MISSING}: not on this node")
 
 
 def test_contents_are_looked_at_though_another_task_has_just_named_the_file(server, view):
@@ -161,10 +159,7 @@ def test_contents_are_looked_at_though_another_task_has_just_named_the_file(serv
 
 
 def test_the_embedded_engine_refuses_media_by_name(checkpoints, view, tmp_path):
-    with start_engine(
-        EngineSpec("embedded", checkpoints[0], start_timeout_s=60),
-        host="127.0.0.1", token="t", log_path=tmp_path / "engine.log",
-    ) as process:  # fmt: skip
+    with started("embedded", checkpoints[0], tmp_path / "engine.log") as process:
 
         async def run():
             async with GenerationClient(process.url, process.token) as client:
@@ -182,7 +177,7 @@ class Refusing:
     url = "http://e"
 
     def ask(self, method, path, body):
-        assert wire.view_of(body["image_data"][0]).view.media[0].path.exists()
+        assert spool.view_of(body["image_data"][0]).view.media[0].path.exists()
         raise EngineError("cannot load relax-media:{...}")
 
 
@@ -200,5 +195,5 @@ def test_features_of_old_weights_are_forgotten_where_each_sglang_keeps_them(monk
     monkeypatch.setitem(
         sys.modules, f"sglang.srt.managers.{module}", SimpleNamespace(embedding_cache=kept)
     )
-    features.forget()
+    receive.forget()
     assert kept == {}

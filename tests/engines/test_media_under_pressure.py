@@ -5,22 +5,21 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
+from engine_fixtures import started
 from safetensors.torch import load_file, save_file
 from seer import IMAGE, IN_PIECES, TOGETHER, VIDEO, Seer, ask, clip, make, source
 from sglang_under_test import SGLANG_PYTHON, SGLANG_VERSION
 from test_media_of_sglang import CASES
 
-from relax_hpc.engines.client import EngineClient
-from relax_hpc.engines.generation import GenerationClient
-from relax_hpc.engines.process import start_engine
-from relax_hpc.engines.response import Draft, Sampling
-from relax_hpc.engines.sglang import launch
-from relax_hpc.engines.spec import EngineSpec
-from relax_hpc.fleet.members import Member
-from relax_hpc.media.workers import Decoders, MediaWorkers
-from relax_hpc.models.hf_files import SINGLE
-from relax_hpc.weights.loading import load
+from relax_hpc.data.media.workers import Decoders, MediaWorkers
+from relax_hpc.inference.client import EngineClient
+from relax_hpc.inference.generation import Draft, GenerationClient, Sampling
+from relax_hpc.inference.members import Member
+from relax_hpc.inference.sglang import launch
+from relax_hpc.inference.switches import Notes
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.trainer.models.hf_files import SINGLE
+from relax_hpc.weights.files import load_snapshot
 
 pytestmark = [pytest.mark.sglang, pytest.mark.skipif(not SGLANG_PYTHON, reason="needs SGLang")]
 
@@ -47,10 +46,7 @@ def pressed(tmp_path_factory):
         patch.setenv("SGLANG_TEST_RETRACT", "1")
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
         patch.setattr(launch, "_MODELS", "told_models")
-        with start_engine(
-            EngineSpec("sglang", folder, args=args, start_timeout_s=600),
-            host="127.0.0.1", token="a right token", log_path=made.log, python=SGLANG_PYTHON,
-        ) as made.process:  # fmt: skip
+        with started("sglang", folder, made.log, args=args, start_timeout_s=600) as made.process:
             yield made
 
 
@@ -71,11 +67,6 @@ def other(pressed, tmp_path_factory):
     return Seer(folder)
 
 
-def gap(seer, prompt, made):
-    """Nats by which logprobs are away from Hugging Face's."""
-    return (torch.tensor(made.logprobs) - seer.logprobs(prompt, made.token_ids)).abs()
-
-
 def said(seer, what):
     return re.findall(what, seer.log.read_text())
 
@@ -85,7 +76,7 @@ def test_logprobs_are_hugging_faces_of_prompts_in_pieces(pressed, tmp_path, case
     text, media = CASES[case]
     prompt = pressed.prompt(text, *media(tmp_path))
     [made] = ask(pressed, [prompt])
-    assert gap(pressed, prompt, made).max() <= IN_PIECES
+    assert pressed.gap(prompt, made).max() <= IN_PIECES
 
 
 def test_retracted_requests_see_the_same_and_what_they_sampled_is_text(pressed, tmp_path):
@@ -99,7 +90,7 @@ def test_retracted_requests_see_the_same_and_what_they_sampled_is_text(pressed, 
     assert len(said(pressed, RETRACTS)) >= retractions + 5
     assert len(said(pressed, ENCODES)) == encoded + 5
     for prompt, each in zip(prompts, made, strict=True):
-        assert gap(pressed, prompt, each).max() <= TOGETHER
+        assert pressed.gap(prompt, each).max() <= TOGETHER
     assert sum(each.token_ids.count(pressed.image) for each in made) >= 5
 
 
@@ -122,12 +113,15 @@ def test_a_pause_that_throws_caches_away_reads_images_by_the_new_tower(
     images = [source(tmp_path, n, height=256, width=256) for n in (60, 61)]
     prompts = [pressed.prompt(IMAGE + "what?", image) for image in images]
     retractions, folder = len(said(pressed, RETRACTS)), other.folder
+    notes = Notes(RunPaths(tmp_path / "run"))
     try:
         made, done = sampled_over(
-            pressed, prompts, lambda: load(member, control, folder, 1, 60, check=False)
+            pressed,
+            prompts,
+            lambda: load_snapshot(member, control, folder, 1, 60, notes, check=False),
         )
         for prompt, each in zip(prompts, made, strict=True):
-            old, new = gap(pressed, prompt, each), gap(other, prompt, each)
+            old, new = pressed.gap(prompt, each), other.gap(prompt, each)
             if is_whole:
                 cuts = done.receipts[0].num_sampled.values()
                 assert len(cuts) == 2 and all(8 <= cut < 60 for cut in cuts)
@@ -138,7 +132,8 @@ def test_a_pause_that_throws_caches_away_reads_images_by_the_new_tower(
                 assert old.max() <= TOGETHER and new[50:].max() > 1e-2
         assert len(said(pressed, RETRACTS)) > retractions
     finally:
-        load(member._replace(engine="sglang"), control, pressed.folder, 0, 60, check=False)
+        whole = member._replace(engine="sglang")
+        load_snapshot(whole, control, pressed.folder, 0, 60, notes, check=False)
         control.close()
 
 
@@ -148,7 +143,7 @@ def sampled_over(seer, prompts, act):
 
     async def sample(workers, client, prompt, draft):
         ids, media, spans = prompt
-        async with workers.prepared(media, spans) as made:
+        async with workers.prepare(media, spans) as made:
             how = Sampling(1.0, 60, ignore_eos=True, view=made.view)
             return await client.sample(ids, 1, how, draft=draft)
 

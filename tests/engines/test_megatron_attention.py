@@ -3,16 +3,14 @@
 import sys
 from types import SimpleNamespace
 
-import megatron_worker as worker
 import numpy as np
 import pytest
 import torch
-from megatron_worker import VOCAB
+from trainers import VOCAB, assert_close
 
-from relax_hpc.engines.megatron.attention import choice
-from relax_hpc.engines.megatron.attention import cudnn as attention_cudnn
-from relax_hpc.engines.megatron.attention.packed_attention import PackedRows, Run, Span, runs
 from relax_hpc.errors import ConfigError
+from relax_hpc.trainer.megatron.layers import attention_kernels
+from relax_hpc.trainer.megatron.layers.attention import PackedRange, PackedRows, PackedSpan, runs
 
 CPU = torch.device("cpu")
 LENGTHS = [13, 1, 30, 4, 16]
@@ -21,22 +19,6 @@ LENGTHS = [13, 1, 30, 4, 16]
 @pytest.fixture(scope="module")
 def pair(ranks):
     return ranks[2]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, intermediate_size=128, max_position_embeddings=256,
-        tie_word_embeddings=True, initializer_range=0.08,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("qwen3")
-    Qwen3ForCausalLM(config).float().save_pretrained(folder)
-    return folder
 
 
 class Group:
@@ -68,15 +50,15 @@ def test_a_rank_attends_from_its_two_chunks_to_the_start_of_their_documents():
     """64 tokens of documents 13, 1, 30, 4, 16 for 2 ranks: chunks of 16, the second rank's are
     16..31, inside the third document (14..43), and 32..47, its end and the whole fourth."""
     first, second = runs(LENGTHS, 2, 1)
-    assert first == Run((0, 16), (14, 32), (16,), (18,))
-    assert second == Run((16, 32), (14, 48), (12, 4), (30, 4))
+    assert first == PackedRange((0, 16), (14, 32), (16,), (18,))
+    assert second == PackedRange((16, 32), (14, 48), (12, 4), (30, 4))
     (whole,) = runs(LENGTHS)
-    assert whole == Run((0, 64), (0, 64), tuple(LENGTHS), tuple(LENGTHS))
+    assert whole == PackedRange((0, 64), (0, 64), tuple(LENGTHS), tuple(LENGTHS))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_padded_blocks_give_what_the_written_out_mask_gives(size):
-    attend = choice.choose("sdpa", CPU, torch.float32)
+    attend = attention_kernels.choose("sdpa", CPU, torch.float32)
     for rank in range(size):
         rows = PackedRows.of(LENGTHS, CPU, Group(size, rank) if size > 1 else None)
         for span in rows.spans:
@@ -107,38 +89,37 @@ def test_context_parallel_ranks_get_the_logprobs_and_gradients_of_one(pair, fold
         "documents": [rng.integers(0, VOCAB, length) for length in LENGTHS],
         "upstream": rng.normal(size=sum(LENGTHS)).astype(np.float32),
     }
-    alone, expected = pair.call(worker.packed_gradients, **batch)[0]
-    for values, gradients in pair.call(worker.packed_gradients, **batch, context_parallel=True):
-        np.testing.assert_allclose(values, alone, atol=1e-5)
-        assert set(gradients) == set(expected)
-        for name, gradient in gradients.items():
-            assert np.abs(gradient - expected[name]).max() < 1e-5, name
-
-
-@pytest.mark.parametrize(
-    "transformer",
-    [
-        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    ],
-    ids=["mlp", "full"],
-)
-def test_recomputation_changes_nothing(pair, folder, transformer):
-    rng = np.random.default_rng(1)
-    batch = {
-        "folder": folder,
-        "documents": [rng.integers(0, VOCAB, length) for length in LENGTHS],
-        "upstream": rng.normal(size=sum(LENGTHS)).astype(np.float32),
-    }
-    _, expected = pair.call(worker.packed_gradients, **batch)[0]
-    _, gradients = pair.call(worker.packed_gradients, **batch, transformer=transformer)[0]
-    assert all(np.array_equal(gradients[name], expected[name]) for name in expected)
+    alone, expected = pair.packed_gradients(**batch)[0]
+    for values, gradients in pair.packed_gradients(**batch, context_parallel=True):
+        assert_close(values, alone)
+        assert_close(gradients, expected)
 
 
 @pytest.mark.parametrize("kernel", ["cudnn", "varlen"])
 def test_a_kernel_that_does_not_work_here_is_refused_with_the_one_that_does(kernel):
     with pytest.raises(ConfigError, match=rf'actor\.attention = "{kernel}".*"sdpa"'):
-        choice.choose(kernel, CPU, torch.float32)
+        attention_kernels.choose(kernel, CPU, torch.float32)
+
+
+def by_hand(hidden, weight, targets, upstream, of_entropy):
+    """Logprobs, entropy, and the gradients of both inputs, in float64 with the whole vocabulary."""
+    h, w = (torch.from_numpy(each).double().requires_grad_() for each in (hidden, weight))
+    table = (h @ w.t() / 0.7).log_softmax(-1)
+    logprobs = table.gather(1, torch.from_numpy(targets)[:, None])[:, 0]
+    entropy = -(table.exp() * table).sum(-1)
+    loss = (logprobs * torch.from_numpy(upstream)).sum()
+    if of_entropy is not None:
+        loss = loss + (entropy * torch.from_numpy(of_entropy)).sum()
+    loss.backward()
+    return logprobs.detach(), entropy.detach(), h.grad, w.grad
+
+
+def drawn(width):
+    """Hidden states, an output layer, targets, and gradients of logprobs and of entropy."""
+    rng = np.random.default_rng(0)
+    sizes = (10, width), (VOCAB, width), 10, 10
+    hidden, weight, upstream, of_entropy = (rng.normal(size=n).astype(np.float32) for n in sizes)
+    return hidden, weight, rng.integers(0, VOCAB, 10), upstream, of_entropy
 
 
 @pytest.mark.parametrize("kept_gib", [0.0, 1e-6, 1.0])
@@ -146,31 +127,29 @@ def test_a_kernel_that_does_not_work_here_is_refused_with_the_one_that_does(kern
 def test_output_layer_in_chunks_over_split_vocabulary_equals_the_whole(
     pair, kept_gib, with_entropy
 ):
-    rng = np.random.default_rng(0)
-    hidden = rng.normal(size=(10, 16)).astype(np.float32)
-    weight = rng.normal(size=(VOCAB, 16)).astype(np.float32)
-    targets, upstream = rng.integers(0, VOCAB, 10), rng.normal(size=10).astype(np.float32)
-    of_entropy = rng.normal(size=10).astype(np.float32) if with_entropy else None
-    h = torch.from_numpy(hidden).double().requires_grad_()
-    w = torch.from_numpy(weight).double().requires_grad_()
-    table = (h @ w.t() / 0.7).log_softmax(-1)
-    expected = table.gather(1, torch.from_numpy(targets)[:, None])[:, 0]
-    expected_entropy = -(table.exp() * table).sum(-1)
-    loss = (expected * torch.from_numpy(upstream)).sum()
-    if with_entropy:
-        loss = loss + (expected_entropy * torch.from_numpy(of_entropy)).sum()
-    loss.backward()
-    answers = pair.call(
-        worker.hidden_logprobs,
-        hidden=hidden, weight=weight, targets=targets, upstream=upstream, kept_gib=kept_gib,
-        entropy_upstream=of_entropy,
+    *given, of_entropy = drawn(16)
+    of_entropy = of_entropy if with_entropy else None
+    *expected, of_weight = by_hand(*given, of_entropy)
+    answers = pair.hidden_logprobs(
+        **dict(zip(("hidden", "weight", "targets", "upstream"), given, strict=True)),
+        kept_gib=kept_gib, entropy_upstream=of_entropy,
     )  # fmt: skip
-    for values, entropy, hidden_grad, _ in answers:
-        np.testing.assert_allclose(values, expected.detach(), atol=1e-5)
-        np.testing.assert_allclose(entropy, expected_entropy.detach(), atol=1e-5)
-        np.testing.assert_allclose(hidden_grad, h.grad, atol=1e-5)
-    weight_grad = np.concatenate([grad for *_, grad in answers])
-    np.testing.assert_allclose(weight_grad, w.grad, atol=1e-5)
+    for *found, _ in answers:
+        assert_close(found, expected)
+    assert_close(np.concatenate([grad for *_, grad in answers]), of_weight)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_split_vocabulary_gives_the_whole_ones_logprobs_and_gradient(ranks, size):
+    _, _, targets, upstream, _ = drawn(VOCAB)
+    logits = 5 * drawn(VOCAB)[0]
+    logits[3] += 200  # overflows without the maximum taken out
+    weight = np.eye(VOCAB, dtype=np.float32)
+    *expected, _ = by_hand(logits, weight, targets, upstream, None)
+    for *found, _ in ranks[size].hidden_logprobs(
+        hidden=logits, weight=weight, targets=targets, upstream=upstream
+    ):
+        assert_close(found, expected, atol=1e-4, rtol=1e-5)
 
 
 def test_cudnn_keeps_the_graphs_used_last(monkeypatch):
@@ -181,9 +160,9 @@ def test_cudnn_keeps_the_graphs_used_last(monkeypatch):
         return shape
 
     monkeypatch.setitem(sys.modules, "cudnn", SimpleNamespace())
-    monkeypatch.setattr(attention_cudnn, "_build", build)
-    monkeypatch.setattr(attention_cudnn, "_GRAPHS", 2)
-    kernel = attention_cudnn.CudnnAttention()
+    monkeypatch.setattr(attention_kernels, "_build", build)
+    monkeypatch.setattr(attention_kernels, "_GRAPHS", 2)
+    kernel = attention_kernels.CudnnAttention()
     kernel._handle = object()
     for shape in "aabacb":  # c takes the place of b, which was used longer ago than a
         assert kernel._graph(shape, backward=False) == shape
@@ -203,8 +182,8 @@ def test_a_tower_that_cudnn_does_not_take_leaves_the_text_its_way(monkeypatch):
     monkeypatch.setitem(
         sys.modules, "cudnn", SimpleNamespace(cudnnGraphNotSupportedError=NotSupportedError)
     )
-    monkeypatch.setattr(attention_cudnn, "_build", build)
-    kernel = attention_cudnn.CudnnAttention()
+    monkeypatch.setattr(attention_kernels, "_build", build)
+    kernel = attention_kernels.CudnnAttention()
     kernel._handle = object()
     asked = []
     monkeypatch.setattr(
@@ -212,9 +191,9 @@ def test_a_tower_that_cudnn_does_not_take_leaves_the_text_its_way(monkeypatch):
     )
     rows = torch.ones(512, 2, 64)
     ends = torch.tensor([0, 512], dtype=torch.int32)
-    run = Run((0, 512), (0, 512), (512,), (512,))
+    run = PackedRange((0, 512), (0, 512), (512,), (512,))
     for is_causal in (False, True, False, True):
-        kernel(rows, rows, rows, Span(run, ends, ends, is_causal=is_causal), 0.125)
+        kernel(rows, rows, rows, PackedSpan(run, ends, ends, is_causal=is_causal), 0.125)
     assert [(shape.is_causal, shape.is_single) for shape in asked] == [
         (False, False), (True, True), (False, False), (True, True),
     ]  # fmt: skip

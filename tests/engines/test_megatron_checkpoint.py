@@ -4,32 +4,27 @@ import itertools
 import json
 import shutil
 
-import checkpoint_worker
-import megatron_worker as worker
 import numpy as np
 import pytest
 import torch
 from disk_calls import recorded
 from megatron_reference import narrow
-from megatron_worker import job, trajectories
+from trainers import contents, equal, opened, trajectories
 
-from relax_hpc.engines.megatron.checkpoint import part_files
-from relax_hpc.engines.megatron.checkpoint.boxes import Box, cut
-from relax_hpc.engines.megatron.checkpoint.part_files import write_names, write_part
-from relax_hpc.engines.megatron.checkpoint.read import Stored, damage
 from relax_hpc.errors import CheckpointError, ConfigError, PeerTimeoutError
-from relax_hpc.records import checksum
+from relax_hpc.runtime.files.records import checksum
+from relax_hpc.trainer.megatron import checkpoint_files
+from relax_hpc.trainer.megatron.checkpoint_files import (
+    Box,
+    StoredCheckpoint,
+    damage,
+    write_names,
+    write_part,
+)
+from relax_hpc.trainer.megatron.checkpoint_part import cut
 
 ROWS, ADVANTAGES = trajectories(8)
 BATCH = {"rows": ROWS, "advantages": ADVANTAGES}
-GRIDS = {
-    "one": (1, {}),
-    "tp2": (2, {"tensor_parallel": 2}),
-    "pp2": (2, {"pipeline_parallel": 2}),
-    "pp2_vpp2": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
-    "cp2": (2, {"context_parallel": 2}),
-    "dp2": (2, {"data_parallel": 2}),
-}
 
 
 @pytest.fixture(scope="module")
@@ -38,80 +33,29 @@ def folder(tmp_path_factory):
     return narrow(tmp_path_factory.mktemp("tied"))
 
 
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory):
-    return narrow(tmp_path_factory.mktemp("untied"), tied=False)
-
-
 def open_grid(ranks, folder, grid, **more):
-    size, layout = GRIDS[grid]
-    config = job(folder, layout=layout, budget=200, **more)
-    ranks[size].call(worker.open_trainer, config=config)
-    return ranks[size]
-
-
-def contents(folder):
-    stored = Stored(folder)
-    return {key: stored.tensor(key) for key in stored.shapes()}, stored.common
-
-
-@pytest.mark.parametrize(
-    ("tied", "grids"), [(True, "tp2 pp2 dp2 cp2 one"), (False, "dp2 pp2_vpp2 tp2")]
-)
-def test_a_checkpoint_is_the_same_on_whatever_grid_it_was_loaded_and_saved_again(
-    ranks, folder, untied, tmp_path, tied, grids
-):
-    """Weights, main parameters, moments and counts: bitwise. A step further: within rounding."""
-    first, *others = grids.split()
-    options = {"folder": folder if tied else untied, "dtype": "bfloat16"}
-    pool = open_grid(ranks, grid=first, **options)
-    pool.call(worker.train, **BATCH, num_steps=2)
-    pool.call(worker.save, folder=tmp_path / first)
-    pool.call(worker.train, **BATCH)
-    pool.call(worker.save, folder=tmp_path / "further")
-    expected, _ = contents(tmp_path / first)
-    further, _ = contents(tmp_path / "further")
-    assert {tensor.dtype for tensor in expected.values()} == {torch.bfloat16, torch.float32}
-    before = first
-    for grid in others:
-        pool = open_grid(ranks, grid=grid, **options)
-        assert pool.call(worker.load, folder=tmp_path / before) == [2] * pool.size
-        pool.call(worker.save, folder=tmp_path / grid)
-        found, common = contents(tmp_path / grid)
-        assert set(found) == set(expected)
-        assert [key for key in expected if not torch.equal(found[key], expected[key])] == [], grid
-        assert common["num_updates"] == 2.0
-        before = grid
-    pool.call(worker.train, **BATCH)
-    pool.call(worker.save, folder=tmp_path / "last")
-    found, common = contents(tmp_path / "last")
-    assert common["num_updates"] == 3.0
-    for key in further:
-        if ".exp_avg." in key:  # activations are rounded to bfloat16 in another order
-            difference = (found[key] - further[key]).norm()
-            assert difference < 0.02 * further[key].norm(), key
+    return opened(ranks, folder, grid, budget=200, **more)
 
 
 def test_torch_and_megatron_read_it(ranks, folder, tmp_path):
     import torch.distributed.checkpoint as dcp
 
     pool = open_grid(ranks, folder, "dp2")
-    pool.call(worker.train, **BATCH)
-    pool.call(worker.save, folder=tmp_path / "dp2")
-    expected, _ = contents(tmp_path / "dp2")
+    pool.train(**BATCH)
+    pool.save(folder=tmp_path / "dp2")
+    expected = contents(tmp_path / "dp2")
     found = {key: torch.empty_like(tensor) for key, tensor in expected.items()}
     dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "dp2"), no_dist=True)
-    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
-    (found,) = ranks[1].call(checkpoint_worker.read_by_megatron, folder=tmp_path / "dp2")
-    assert set(found) == set(expected)
-    assert all(np.array_equal(found[key], expected[key].float().numpy()) for key in expected)
+    assert equal(found, expected)
+    (found,) = ranks[1].read_by_megatron(folder=tmp_path / "dp2")
+    assert equal(found, {key: tensor.float().numpy() for key, tensor in expected.items()})
 
 
 def test_every_data_parallel_rank_writes_its_share(ranks, folder, tmp_path):
     pool = open_grid(ranks, folder, "dp2")
-    pool.call(worker.save, folder=tmp_path / "dp2")
+    pool.save(folder=tmp_path / "dp2")
     sizes = [
-        sum(e.num_bytes for e in part_files.read_table(path) if e.offset is not None)
+        sum(e.num_bytes for e in checkpoint_files.read_table(path) if e.offset is not None)
         for path in sorted((tmp_path / "dp2").glob("*.distcp"))
     ]
     assert len(sizes) == 2
@@ -121,25 +65,25 @@ def test_every_data_parallel_rank_writes_its_share(ranks, folder, tmp_path):
 def test_a_rank_may_have_no_share_of_what_is_not_decayed(ranks, tmp_path):
     """Of two ranks one updates a part of the embedding alone: none of its parameters is a norm."""
     pool = open_grid(ranks, narrow(tmp_path / "large", vocab=4096), "dp2")
-    assert [] in pool.call(checkpoint_worker.undecayed)
-    pool.call(worker.train, **BATCH, num_steps=2)
-    pool.call(worker.save, folder=tmp_path / "second")
-    before = pool.call(checkpoint_worker.digest)
-    pool.call(worker.train, **BATCH)
-    third = pool.call(checkpoint_worker.digest)
-    assert pool.call(worker.load, folder=tmp_path / "second") == [2, 2]
-    assert pool.call(checkpoint_worker.digest) == before
-    pool.call(worker.train, **BATCH)
-    assert pool.call(checkpoint_worker.digest) == third
+    assert [] in pool.undecayed()
+    pool.train(**BATCH, num_steps=2)
+    pool.save(folder=tmp_path / "second")
+    before = pool.digest()
+    pool.train(**BATCH)
+    third = pool.digest()
+    assert pool.load(folder=tmp_path / "second") == [2, 2]
+    assert pool.digest() == before
+    pool.train(**BATCH)
+    assert pool.digest() == third
 
 
 def test_training_on_does_not_change_what_is_being_saved(ranks, folder, tmp_path):
     for grid in ("tp2", "dp2"):
         pool = open_grid(ranks, folder, grid)
-        pool.call(worker.train, **BATCH)
-        before = pool.call(checkpoint_worker.save_beside_training, folder=tmp_path / grid, **BATCH)
-        assert pool.call(checkpoint_worker.load, folder=tmp_path / grid) == [None, None]
-        assert pool.call(checkpoint_worker.digest) == before
+        pool.train(**BATCH)
+        before = pool.save_beside_training(folder=tmp_path / grid, **BATCH)
+        assert pool.refusal(folder=tmp_path / grid) == [None, None]
+        assert pool.digest() == before
 
 
 def test_six_steps_are_three_a_save_killed_anywhere_a_resume_and_three_bitwise(
@@ -147,27 +91,27 @@ def test_six_steps_are_three_a_save_killed_anywhere_a_resume_and_three_bitwise(
 ):
     """The save of step 4 is killed before each of its calls to the system, or half way through."""
     pool, root = open_grid(ranks, folder, "one"), tmp_path / "checkpoints"
-    pool.call(worker.train, **BATCH, num_steps=3)
-    pool.call(checkpoint_worker.save_in_run, root=root)
-    third = pool.call(checkpoint_worker.digest)[0]
-    pool.call(worker.train, **BATCH)
-    fourth = pool.call(checkpoint_worker.digest)[0]
-    pool.call(checkpoint_worker.save_in_run, root=tmp_path / "aside")
-    pool.call(worker.train, **BATCH, num_steps=2)
-    sixth = pool.call(checkpoint_worker.digest)
+    pool.train(**BATCH, num_steps=3)
+    pool.save_in_run(root=root)
+    third = pool.digest()[0]
+    pool.train(**BATCH)
+    fourth = pool.digest()[0]
+    pool.save_in_run(root=tmp_path / "aside")
+    pool.train(**BATCH, num_steps=2)
+    sixth = pool.digest()
 
     shutil.copytree(root, tmp_path / "third")
-    pool.call(checkpoint_worker.resume_in_run, root=tmp_path / "aside")
+    pool.resume_in_run(root=tmp_path / "aside")
 
     def kill(call, *, half=False):
         """Kills a save at `call`; returns what is resumed afterwards."""
         shutil.rmtree(root)
         shutil.copytree(tmp_path / "third", root)
         where = {"root": root, "names": tmp_path / "names"}
-        pool.call(checkpoint_worker.kill_in_save, call=call, half=half, **where)
-        (resumed,) = pool.call(checkpoint_worker.resume_in_run, root=root)
+        pool.kill_in_save(call=call, half=half, **where)
+        (resumed,) = pool.resume_in_run(root=root)
         assert resumed in [(3, third), (4, fourth)], (call, half)
-        pool.call(checkpoint_worker.resume_in_run, root=tmp_path / "aside")
+        pool.resume_in_run(root=tmp_path / "aside")
         return resumed[0]
 
     assert kill(call=0) == 4
@@ -181,42 +125,43 @@ def test_six_steps_are_three_a_save_killed_anywhere_a_resume_and_three_bitwise(
 
     shutil.rmtree(root)
     shutil.copytree(tmp_path / "third", root)
-    pool.call(checkpoint_worker.resume_in_run, root=root)
-    pool.call(worker.train, **BATCH, num_steps=3)
-    assert pool.call(checkpoint_worker.digest) == sixth
+    pool.resume_in_run(root=root)
+    pool.train(**BATCH, num_steps=3)
+    assert pool.digest() == sixth
 
 
 def test_random_numbers_go_on_after_a_resume_where_the_save_was(ranks, folder, tmp_path):
     pool = open_grid(ranks, folder, "dp2")
-    pool.call(checkpoint_worker.draw)
-    pool.call(worker.save, folder=tmp_path / "saved")
-    expected = pool.call(checkpoint_worker.draw)
-    assert pool.call(checkpoint_worker.draw) != expected
-    pool.call(worker.load, folder=tmp_path / "saved")
-    assert pool.call(checkpoint_worker.draw) == expected
+    pool.draw()
+    pool.save(folder=tmp_path / "saved")
+    expected = pool.draw()
+    assert pool.draw() != expected
+    pool.load(folder=tmp_path / "saved")
+    assert pool.draw() == expected
 
 
 def test_a_disk_that_is_full_fails_the_save_by_name_and_the_next_one_succeeds(
     ranks, folder, tmp_path
 ):
     pool = open_grid(ranks, folder, "one")
-    before = pool.call(checkpoint_worker.digest)
-    (why,) = pool.call(
-        checkpoint_worker.save_where_files_must_be_small, root=tmp_path, num_bytes=50_000
-    )
+    before = pool.digest()
+    (why,) = pool.save_where_files_must_be_small(root=tmp_path, num_bytes=50_000)
     assert "__0_0.distcp: cannot be written: File too large" in why
     assert list(tmp_path.iterdir()) == []
-    pool.call(checkpoint_worker.save_in_run, root=tmp_path)
-    assert pool.call(checkpoint_worker.resume_in_run, root=tmp_path) == [(0, *before)]
+    pool.save_in_run(root=tmp_path)
+    assert pool.resume_in_run(root=tmp_path) == [(0, *before)]
 
 
 def missing(path):
     path.unlink()
 
 
+def emptied(path):
+    path.write_bytes(b"")
+
+
 def cut_short(path):
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size - 1)
+    path.write_bytes(path.read_bytes()[:-1])
 
 
 def flipped(path, at):
@@ -226,20 +171,16 @@ def flipped(path, at):
 
 
 def flipped_in_a_tensor(path):
-    entry = next(e for e in part_files.read_table(path) if e.num_bytes > 4000)
+    entry = next(e for e in checkpoint_files.read_table(path) if e.num_bytes > 4000)
     flipped(path, entry.at + entry.num_bytes // 2)
 
 
 def flipped_in_the_table(path):
-    flipped(path, -part_files.FOOTER.size - 10)
+    flipped(path, -checkpoint_files.FOOTER.size - 10)
 
 
 def flipped_in_the_middle(path):
     flipped(path, path.stat().st_size // 2)
-
-
-def emptied(path):
-    path.write_bytes(b"")
 
 
 @pytest.fixture(scope="module")
@@ -247,8 +188,8 @@ def whole(ranks, folder, tmp_path_factory):
     """A checkpoint of two ranks."""
     made = tmp_path_factory.mktemp("whole") / "step"
     pool = open_grid(ranks, folder, "tp2")
-    pool.call(worker.train, **BATCH)
-    pool.call(worker.save, folder=made)
+    pool.train(**BATCH)
+    pool.save(folder=made)
     return made
 
 
@@ -276,7 +217,7 @@ def test_a_torn_one_is_refused_by_every_rank_and_the_file_is_named(
     shutil.copytree(whole, torn)
     harm(torn / name)
     pool = open_grid(ranks, folder, "tp2") if harm is missing else ranks[2]
-    answers = pool.call(checkpoint_worker.load, folder=torn)
+    answers = pool.refusal(folder=torn)
     assert all(answer.startswith(f"CheckpointError: {torn / name}") for answer in answers), answers
     seen_at_once = harm not in (flipped_in_a_tensor, flipped_in_the_table)
     assert bool(damage(torn)) is seen_at_once
@@ -287,33 +228,22 @@ def test_a_checkpoint_that_claims_the_grid_but_lacks_a_ranks_random_state_is_ref
     ranks, folder, tmp_path, whole
 ):
     pool = open_grid(ranks, folder, "pp2")
-    pool.call(worker.save, folder=tmp_path / "pp2")
+    pool.save(folder=tmp_path / "pp2")
     common = torch.load(tmp_path / "pp2/common.pt", weights_only=True)
     common["grid"] |= {"pipeline": 1}
     torch.save(common, tmp_path / "pp2/common.pt")
     manifest = json.loads((tmp_path / "pp2/manifest.json").read_bytes())
     content = (tmp_path / "pp2/common.pt").read_bytes()
-    manifest["files"]["common.pt"] = {
-        "bytes": len(content), "crc32c": checksum(content),
-    }  # fmt: skip
+    manifest["files"]["common.pt"] = {"bytes": len(content), "crc32c": checksum(content)}
     del manifest["files"]["__1_0.distcp"]
     (tmp_path / "pp2/manifest.json").write_text(json.dumps(manifest))
     flipped_in_a_tensor(tmp_path / "pp2/__1_0.distcp")
-    (answer,) = open_grid(ranks, folder, "one").call(
-        checkpoint_worker.load, folder=tmp_path / "pp2"
-    )
+    (answer,) = open_grid(ranks, folder, "one").refusal(folder=tmp_path / "pp2")
     assert "__1_0.distcp: is damaged" in answer
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_a_tensor(
-    ranks, folder, whole, tmp_path
-):
-    shutil.copytree(folder, tmp_path / "wider")
-    config = json.loads((folder / "config.json").read_text())
-    config["num_hidden_layers"] = 2
-    config["layer_types"] = config["layer_types"][:2]
-    (tmp_path / "wider/config.json").write_text(json.dumps(config))
-    stored = Stored(whole)
+def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_a_tensor(whole):
+    stored = StoredCheckpoint(whole)
     for key, shape, message in (
         ("decoder.layers.9.mlp.linear_fc2.weight", (32, 48), "has no decoder.layers.9"),
         ("decoder.final_layernorm.weight", (64,), r"is \[32\] there, \[64\] in this model"),
@@ -355,7 +285,7 @@ def test_all_kinds_of_tensors_come_back_bitwise(tmp_path):
     }
     write_part(tmp_path, 0, boxes_of(tensors), {"object": b"abc"})
     write_names(tmp_path, 1, {"step": 1}, timeout_s=0)
-    stored = Stored(tmp_path)
+    stored = StoredCheckpoint(tmp_path)
     assert stored.object("object") == b"abc"
     for key, tensor in tensors.items():
         assert torch.equal(stored.tensor(key), tensor), key

@@ -1,43 +1,51 @@
 """The settings that a job may make of the transformer, and the learning-rate schedule."""
 
 import json
+from dataclasses import fields
 
 import pytest
-from megatron_worker import job
+from megatron.core.transformer import TransformerConfig
+from trainers import FULL, job, selective
 
-from relax_hpc.config.optimizer import OptimizerConfig
+from relax_hpc.config.actor import ReferenceConfig
+from relax_hpc.config.model import Layout, OptimizerConfig, learning_rate
 from relax_hpc.config.run import RunConfig
-from relax_hpc.engines.megatron.optimizer.learning_rate import learning_rate
-from relax_hpc.engines.megatron.transformer import transformer_config
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.registry import read_architecture
 from relax_hpc.roles.training import build
+from relax_hpc.trainer.megatron import settings
+from relax_hpc.trainer.megatron.settings import transformer_config
+from relax_hpc.trainer.models.registry import FAMILIES, read_architecture
 
 QWEN3 = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "head_dim": 16,
-}
-
+    "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "head_dim": 16,
+    "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+}  # fmt: skip
 QWEN3_MOE = QWEN3 | {
-    "model_type": "qwen3_moe",
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-}
+    "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "norm_topk_prob": True,
+}  # fmt: skip
+
+OURS = frozenset(
+    (
+        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+        "kv_channels", "softmax_scale", "layernorm_epsilon", "activation_func", "hidden_dropout",
+        "attention_dropout", "batch_p2p_comm", "overlap_p2p_comm", "variable_seq_lengths",
+        "deallocate_pipeline_outputs", "perform_initialization", "use_cpu_initialization",
+        "calculate_per_token_loss", "mrope_section", "gradient_accumulation_fusion",
+        "persist_layer_norm", "apply_rope_fusion", "masked_softmax_fusion", "bias_dropout_fusion",
+        "bias_activation_fusion",
+    )
+)  # fmt: skip
+"""Fields that the trainer sets, besides those of a key and those that the family decides."""
 
 
-def megatron(config, shape):
-    return transformer_config(config.actor, shape, config.model.dtype)
+def made(folder, grid="one", transformer=(), **fields):
+    """Settings of Megatron's for a job with these, of a model with these fields."""
+    if fields:
+        mixture(folder, **fields)
+    config = job(folder, grid, transformer=dict(transformer))
+    return transformer_config(config.actor, read_architecture(folder), config.model.dtype)
 
 
 @pytest.fixture
@@ -47,32 +55,37 @@ def folder(tmp_path):
 
 
 def test_a_field_of_the_job_reaches_megatron(folder):
-    config = job(folder, transformer={"recompute_granularity": "selective"})
-    made = megatron(config, read_architecture(folder))
-    assert made.recompute_granularity == "selective"
-    assert (made.num_layers, made.num_query_groups, made.kv_channels) == (2, 2, 16)
-    assert (made.qk_layernorm, made.add_qkv_bias, made.num_moe_experts) == (True, False, None)
+    found = made(folder, transformer=selective("mlp"))
+    assert (found.recompute_granularity, found.recompute_modules) == ("selective", ["mlp"])
+    assert (found.num_layers, found.num_query_groups, found.kv_channels) == (2, 2, 16)
+    assert (found.qk_layernorm, found.add_qkv_bias, found.num_moe_experts) == (True, False, None)
 
 
 def mixture(folder, **fields):
-    (folder / "config.json").write_text(json.dumps(QWEN3_MOE | fields))
+    """The folder with a model of these fields, of those of experts if they are not all."""
+    record = fields if "model_type" in fields else QWEN3_MOE | fields
+    (folder / "config.json").write_text(json.dumps(record))
     return folder
 
 
 def test_a_mixture_of_experts_reaches_megatron(folder):
-    made = megatron(job(folder), read_architecture(mixture(folder)))
-    assert (made.num_moe_experts, made.moe_ffn_hidden_size, made.moe_router_topk) == (8, 32, 2)
-    assert (made.ffn_hidden_size, made.moe_router_dtype) == (128, "fp32")
-    assert made.moe_router_load_balancing_type == "none"
-    assert made.moe_layer_freq == 1
+    found = made(mixture(folder))
+    assert (found.num_moe_experts, found.moe_ffn_hidden_size, found.moe_router_topk) == (8, 32, 2)
+    assert (found.ffn_hidden_size, found.moe_router_dtype) == (128, "fp32")
+    assert found.moe_router_load_balancing_type == "none"
+    assert found.moe_layer_freq == 1
+    balance = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+    found = made(folder, transformer=balance)
+    assert found.moe_router_load_balancing_type == "aux_loss"
+    assert found.moe_aux_loss_coeff == 0.01
 
 
 @pytest.mark.parametrize("norm_topk_prob", [False, True])
 def test_router_weights_are_normalised_over_the_chosen_experts_if_the_model_says_so(
     folder, norm_topk_prob
 ):
-    shape = read_architecture(mixture(folder, norm_topk_prob=norm_topk_prob))
-    assert megatron(job(folder), shape).moe_router_pre_softmax is not norm_topk_prob
+    found = made(folder, norm_topk_prob=norm_topk_prob)
+    assert found.moe_router_pre_softmax is not norm_topk_prob
 
 
 @pytest.mark.parametrize(
@@ -86,158 +99,187 @@ def test_router_weights_are_normalised_over_the_chosen_experts_if_the_model_says
 def test_dense_layers_among_those_with_experts_are_where_hugging_face_has_them(
     folder, fields, pattern
 ):
-    shape = read_architecture(mixture(folder, num_hidden_layers=4, **fields))
-    assert megatron(job(folder), shape).moe_layer_freq == pattern
+    assert made(folder, num_hidden_layers=4, **fields).moe_layer_freq == pattern
 
 
-def test_the_job_may_ask_for_a_balancing_loss_but_not_for_other_experts(folder):
-    balance = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+# R14: a field acts here, or is refused
+
+
+def test_every_field_of_megatrons_transformer_has_its_place_in_the_tables(folder):
+    """A field that a new Megatron brings fails here: somebody has to look where it is read."""
+    known = {field.name for field in fields(TransformerConfig)}
     shape = read_architecture(mixture(folder))
-    made = megatron(job(folder, transformer=balance), shape)
-    assert made.moe_router_load_balancing_type == "aux_loss"
-    assert made.moe_aux_loss_coeff == 0.01
-    with pytest.raises(ConfigError, match=r"moe_router_topk = 4.*remove it"):
-        megatron(job(folder, transformer={"moe_router_topk": 4}), shape)
+    ours = set(FAMILIES["qwen3_moe"].transformer(shape)) | OURS
+    by_key = set(settings._BY_KEY)
+    classes = [
+        settings.OBEYED, settings.OBEYED_BY_EXPERTS,
+        set(settings.REASONS), ours - by_key, by_key,
+    ]  # fmt: skip
+    assert set().union(*classes) == known
+    assert sum(map(len, classes)) == len(known), "a field has two places"
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_every_field_that_does_not_act_is_refused_with_what_to_do(folder, has_experts):
+    shape = read_architecture(mixture(folder) if has_experts else folder)
+    ours = dict.fromkeys([*OURS, "bf16"], True) | FAMILIES[shape.model_type].transformer(shape)
+    every = Layout(tensor_parallel=2, pipeline_parallel=2, virtual_pipeline=2)
+    found = settings.list_refused(ours, every, shape.model_type)
+    taken = set(settings.OBEYED)
+    taken |= settings.OBEYED_BY_EXPERTS if has_experts else set()
+    assert found.keys() | taken == {field.name for field in fields(TransformerConfig)}
+    assert not taken & found.keys()
+    assert all("remove it" in why or why.partition("use ")[2] for why in found.values())
+
+
+FIELDS_THAT_DO_NOT_ACT = [
+    ({"fp8": "hybrid"}, "fp8 = 'hybrid': needs Transformer Engine"),
+    ({"mtp_num_layers": 1}, "mtp_num_layers = 1: is decided by the model in model.path"),
+    ({"num_layers": 3}, r"actor\.transformer\.num_layers = 3.*remove it"),
+    ({"recompute_granularty": "full"}, r"recompute_granularty.*did you mean recompute_granular"),
+    ({"recompute_granularity": "sometimes"}, "is not one of 'full', 'selective'"),
+    ({"recompute_granularity": "full"}, "Megatron-core refuses it"),  # but no method
+    ({"cuda_graph_impl": "local"}, "CUDA graphs need micro-batches of one length"),
+    ({"bias_dropout_fusion": True}, "is set from the model and the layout; remove it"),
+    ({"params_dtype": "fp16"}, "is set by model.dtype; use that"),
+    ({"attention_backend": "flash"}, "is set by actor.attention; use that"),
+    ({"moe_z_loss_coeff": 0.1}, "a model of model_type 'qwen3' has no experts; remove it"),
+    ({"recompute_modules": ["mlp"]}, r"only with actor.*recompute_granularity = \"selective\""),
+    ({"recompute_method": "uniform", "recompute_num_layers": 1}, "recompute_method = 'uniform'"),
+    (selective(), r"recompute_modules = \[\]: use 'mlp'"),
+    (selective("core_attn", "mlp"), r"core_attn \(attention keeps no scores\); use 'mlp'"),
+    (selective("moe"), r"\['moe'\]: use 'mlp', which this model has"),
+    ({"account_for_loss_in_pipeline_split": True}, "only with actor.layout.pipeline_parallel > 1"),
+    ({"overlap_p2p_comm_warmup_flush": True}, "only with actor.layout.virtual_pipeline > 1"),
+    ({"clone_scatter_output_in_embedding": True}, "only with actor.layout.tensor_parallel > 1"),
+    ({"disable_bf16_reduced_precision_matmul": True}, 'only with model.dtype = "bfloat16"; set th'),
+]
+OF_EXPERTS = [
+    ({"moe_aux_loss_coeff": 0.01}, "moe_aux_loss_coeff = 0.01: .*load_balancing_type, e.g."),
+    ({"moe_router_load_balancing_type": "aux_loss"}, "only with .*moe_aux_loss_coeff"),
+    ({"moe_router_num_groups": 2}, "only with actor.transformer.moe_router_group_topk"),
+    ({"moe_router_bias_update_rate": 0.1}, "moe_router_enable_expert_bias = true"),
+    ({"moe_deepep_num_sms": 24}, "moe_token_dispatcher_type"),
+    ({"moe_router_dtype": "fp32"}, "the router's logits are float32; remove it"),
+    ({"moe_expert_capacity_factor": 1.5}, "every token goes to all experts"),
+    ({"moe_router_topk": 4}, "moe_router_topk = 4.*remove it"),
+    (selective("mlp"), r"\['mlp'\]: use 'moe', which this model has"),
+]
+
+
+@pytest.mark.parametrize(
+    ("has_experts", "table", "message"),
+    [*((False, *case) for case in FIELDS_THAT_DO_NOT_ACT), *((True, *case) for case in OF_EXPERTS)],
+)
+def test_a_field_without_effect_in_this_job_is_refused(folder, has_experts, table, message):
+    with pytest.raises(ConfigError, match=message):
+        made(mixture(folder) if has_experts else folder, transformer=table)
+
+
+def test_a_model_that_is_no_actor_takes_what_of_the_actors_table_acts_in_it(folder):
+    """A dense critic, reference or teacher in a layout of its own, beside an actor with experts."""
+    table = {
+        "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01,
+        "num_layers_in_first_pipeline_stage": 1, "clone_scatter_output_in_embedding": False,
+        **FULL,
+    }  # fmt: skip
+    actor = job(folder).actor.model_copy(update={"transformer": table})
+    reference = ReferenceConfig(placement="own", layout=Layout()).megatron(actor)
+    found = transformer_config(reference, read_architecture(folder), "float32")
+    assert (found.recompute_granularity, found.moe_aux_loss_coeff) == ("full", 0.0)
+    assert found.num_layers_in_first_pipeline_stage is None
+
+
+def test_a_model_of_which_some_layers_have_experts_may_recompute_both(folder):
+    fields = {"num_hidden_layers": 4, "decoder_sparse_step": 2}
+    found = made(folder, transformer=selective("mlp", "moe"), **fields)
+    assert found.recompute_modules == ["mlp", "moe"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "grid", "message"),
+    [
+        ({}, "tp3", "tensor_parallel = 3: .* 4 attention heads"),
+        ({"vocab_size": 130}, "tp4", "parallel = 4: .* 130 vocabulary entries"),
+        ({"intermediate_size": 126}, "tp4", "4: .* 126 feed-forward channels"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 16},
+            "tp2",
+            "tensor_parallel = 2: does not divide the model's 3 key-value heads, nor they it",
+        ),
+        ({}, "pp4", "pipeline_parallel = 4: .* 2 layers"),
+        ({}, "pp2_vpp2", "pipeline_parallel x virtual_pipeline = 4: .* 2 layers"),
+        ({}, "dp2_ep2", "expert_parallel = 2: .* no experts"),
+        (QWEN3_MOE, "ep3_dp15", "expert_parallel = 3: does not divide the model's 8 experts"),
+        (QWEN3_MOE, "etp5_dp15", "expert_tensor_parallel = 5: .* 32 channels of an expert"),
+    ],
+)
+def test_a_grid_must_divide_the_model(folder, fields, grid, message):
+    with pytest.raises(ConfigError, match=message):
+        made(folder, grid, **(QWEN3 | fields))
+
+
+def test_ranks_may_share_a_key_value_head(folder):
+    found = made(folder, "tp4")
+    assert (found.tensor_model_parallel_size, found.num_query_groups) == (4, 2)
+
+
+def test_stages_may_be_uneven_if_the_job_says_how(folder):
+    uneven = {"num_layers_in_first_pipeline_stage": 1}
+    found = made(folder, "pp2", uneven, **QWEN3 | {"num_hidden_layers": 3})
+    assert (found.num_layers, found.num_layers_in_first_pipeline_stage) == (3, 1)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        (QWEN3 | {"model_type": "gpt2"}, "is supported"),
+        (QWEN3 | {"rope_scaling": {"type": "dynamic"}}, "is supported"),
+        (QWEN3 | {"hidden_act": "gelu"}, "is supported"),
         ({"num_experts": None}, "num_experts = None: a positive integer is expected"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9: there are num_experts = 8"),
         ({"norm_topk_prob": 1}, "norm_topk_prob = 1: true or false"),
         ({"mlp_only_layers": [0, 1]}, "leave no layer with experts"),
     ],
 )
-def test_a_mixture_that_makes_no_sense_is_refused_by_key(folder, fields, message):
+def test_another_architecture_or_one_that_makes_no_sense_is_refused_by_key(folder, fields, message):
     with pytest.raises(ConfigError, match=message):
         read_architecture(mixture(folder, **fields))
 
 
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ({"expert_parallel": 3}, "expert_parallel = 3: does not divide the model's 8 experts"),
-        ({"expert_tensor_parallel": 5}, "expert_tensor_parallel = 5: .* 32 channels of an expert"),
-    ],
-)
-def test_expert_parallelism_must_divide_the_experts(folder, layout, message):
-    config = job(folder, layout=layout | {"data_parallel": 15})
-    with pytest.raises(ConfigError, match=message):
-        megatron(config, read_architecture(mixture(folder)))
-
-
-def test_an_unknown_transformer_field_is_an_error_that_names_the_nearest(folder):
-    config = job(folder, transformer={"recompute_granularty": "full"})
-    with pytest.raises(ConfigError, match=r"recompute_granularty.*did you mean recompute_granular"):
-        megatron(config, read_architecture(folder))
-
-
-def test_a_field_that_the_model_decides_is_not_the_jobs_to_set(folder):
-    config = job(folder, transformer={"num_layers": 3})
-    with pytest.raises(ConfigError, match=r"actor\.transformer\.num_layers = 3.*remove it"):
-        megatron(config, read_architecture(folder))
-
-
-def test_a_value_megatron_refuses_is_a_config_error(folder):
-    config = job(folder, transformer={"recompute_granularity": "sometimes"})
-    with pytest.raises(ConfigError, match="is not one of 'full', 'selective'"):
-        megatron(config, read_architecture(folder))
-    config = job(folder, transformer={"recompute_granularity": "full"})  # but no method
-    with pytest.raises(ConfigError, match="Megatron-core refuses it"):
-        megatron(config, read_architecture(folder))
+HALF, QUARTER = {"final_lr_fraction": 0.5}, 0.25 * 2**-0.5  # cos(pi / 4) / 4
+TO_0, TO_TENTH = {"final_lr_fraction": 0.0}, {"final_lr_fraction": 0.1}
+SIXTEEN = 0.2 + 1.8 * (1 - 0.5**0.5)  # by square root, half of the way is behind after a quarter
 
 
 @pytest.mark.parametrize(
-    ("fields", "layout", "message"),
+    ("settings", "steps", "expected"),
     [
-        ({}, {"tensor_parallel": 3}, "tensor_parallel = 3: .* 4 attention heads"),
-        ({"vocab_size": 130}, {"tensor_parallel": 4}, "parallel = 4: .* 130 vocabulary entries"),
-        ({"intermediate_size": 126}, {"tensor_parallel": 4}, "4: .* 126 feed-forward channels"),
+        (HALF | {"warmup_steps": 4}, 14, {1: 0.25, 2: 0.5, 4: 1.0, 9: 0.75, 14: 0.5, 20: 0.5}),
+        (TO_0, 3, {1: 1.0, 2: 0.5, 3: 0.0}),
         (
-            {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 16},
-            {"tensor_parallel": 2},
-            "tensor_parallel = 2: does not divide the model's 3 key-value heads, nor they it",
+            HALF | {"warmup_steps": 4, "decay": "cosine"},
+            16,
+            {2: 0.5, 4: 1.0, 7: 0.75 + QUARTER, 10: 0.75, 13: 0.75 - QUARTER, 16: 0.5, 20: 0.5},
         ),
-        ({}, {"pipeline_parallel": 4}, "pipeline_parallel = 4: .* 2 layers"),
         (
-            {},
-            {"pipeline_parallel": 2, "virtual_pipeline": 2},
-            "pipeline_parallel x virtual_pipeline = 4: .* 2 layers",
+            TO_TENTH | {"lr": 2.0, "warmup_steps": 2, "decay": "sqrt", "decay_steps": 8},
+            20,
+            {1: 1.0, 2: 2.0, 7: 2.0, 12: 2.0, 14: 1.1, 16: SIXTEEN, 20: 0.2, 30: 0.2},
         ),
-        ({}, {"data_parallel": 2, "expert_parallel": 2}, "expert_parallel = 2: .* no experts"),
+        (TO_0 | {"warmup_steps": 5, "decay_steps": 100}, 15, {4: 0.8, 5: 1.0, 10: 0.5, 15: 0.0}),
+        ({"warmup_steps": 2, "decay": "constant"}, 9, {1: 0.5, 2: 1.0, 5: 1.0, 9: 1.0}),
     ],
+    ids=["linear", "no warm-up", "cosine", "warm-up, stable, decay", "long decay", "constant"],
 )
-def test_a_grid_must_divide_the_model(folder, fields, layout, message):
-    (folder / "config.json").write_text(json.dumps(QWEN3 | fields))
-    with pytest.raises(ConfigError, match=message):
-        megatron(job(folder, layout=layout), read_architecture(folder))
-
-
-def test_ranks_may_share_a_key_value_head(folder):
-    made = megatron(job(folder, tp=4), read_architecture(folder))
-    assert (made.tensor_model_parallel_size, made.num_query_groups) == (4, 2)
-
-
-def test_stages_may_be_uneven_if_the_job_says_how(folder):
-    (folder / "config.json").write_text(json.dumps(QWEN3 | {"num_hidden_layers": 3}))
-    uneven = {"num_layers_in_first_pipeline_stage": 1}
-    config = job(folder, layout={"pipeline_parallel": 2}, transformer=uneven)
-    made = megatron(config, read_architecture(folder))
-    assert (made.num_layers, made.num_layers_in_first_pipeline_stage) == (3, 1)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("model_type", "gpt2"),
-        ("rope_scaling", {"type": "dynamic"}),
-        ("hidden_act", "gelu"),
-    ],
-)
-def test_another_architecture_is_refused_by_name(folder, key, value):
-    (folder / "config.json").write_text(json.dumps(QWEN3 | {key: value}))
-    with pytest.raises(ConfigError, match="is supported"):
-        read_architecture(folder)
-
-
-def test_the_learning_rate_rises_and_falls_linearly():
-    config = OptimizerConfig(lr=1.0, warmup_steps=4, final_lr_fraction=0.5)
-    rates = [learning_rate(config, step, 14) for step in (1, 2, 4, 9, 14, 20)]
-    assert rates == pytest.approx([0.25, 0.5, 1.0, 0.75, 0.5, 0.5])
-
-
-def test_without_warm_up_the_first_step_has_the_full_rate():
-    config = OptimizerConfig(lr=1.0, final_lr_fraction=0.0)
-    assert [learning_rate(config, step, 3) for step in (1, 2, 3)] == pytest.approx([1, 0.5, 0])
-
-
-def test_the_learning_rate_falls_by_half_a_cosine():
-    config = OptimizerConfig(lr=1.0, warmup_steps=4, final_lr_fraction=0.5, decay="cosine")
-    rates = [learning_rate(config, step, 16) for step in (2, 4, 7, 10, 13, 16, 20)]
-    quarter = 0.25 * 2**-0.5  # cos(pi / 4) / 4
-    assert rates == pytest.approx([0.5, 1.0, 0.75 + quarter, 0.75, 0.75 - quarter, 0.5, 0.5])
-
-
-def test_the_learning_rate_stays_and_falls_over_the_last_steps():
-    """Warm-up, stable, decay: by square root, half of the way is behind after a quarter."""
-    config = OptimizerConfig(
-        lr=2.0, warmup_steps=2, decay="sqrt", decay_steps=8, final_lr_fraction=0.1
-    )
-    rates = [learning_rate(config, step, 20) for step in (1, 2, 7, 12, 14, 16, 20, 30)]
-    sixteen = 0.2 + 1.8 * (1 - 0.5**0.5)
-    assert rates == pytest.approx([1.0, 2.0, 2.0, 2.0, 1.1, sixteen, 0.2, 0.2])
-
-
-def test_a_decay_longer_than_the_run_begins_after_the_warm_up():
-    config = OptimizerConfig(lr=1.0, warmup_steps=5, decay_steps=100, final_lr_fraction=0.0)
-    rates = [learning_rate(config, step, 15) for step in (4, 5, 10, 15)]
-    assert rates == pytest.approx([0.8, 1.0, 0.5, 0.0])
+def test_the_learning_rate_rises_and_falls_as_it_is_told(settings, steps, expected):
+    config = OptimizerConfig(**{"lr": 1.0} | settings)
+    assert {at: learning_rate(config, at, steps) for at in expected} == pytest.approx(expected)
 
 
 def test_the_rate_of_a_policy_that_stands_still_at_first_begins_with_its_first_update():
     """Of 17 steps 3 are the critic's alone: 1/4 in step 4, 1 in step 7, halfway down in step 12."""
-    config = OptimizerConfig(lr=1.0, warmup_steps=4, final_lr_fraction=0.5)
+    config = OptimizerConfig(lr=1.0, warmup_steps=4, **HALF)
     rates = [learning_rate(config, step, 17, still=3) for step in (4, 5, 7, 12, 17)]
     assert rates == pytest.approx([0.25, 0.5, 1.0, 0.75, 0.5])
 
@@ -278,18 +320,13 @@ def test_the_loss_scale_of_float16_begins_higher_where_tokens_weigh_less(
     assert told(initial_loss_scale=8.0) == {"initial_loss_scale": 8.0}
 
 
-def test_a_constant_learning_rate_is_one():
-    config = OptimizerConfig(lr=1.0, warmup_steps=2, decay="constant")
-    assert [learning_rate(config, step, 9) for step in (1, 2, 5, 9)] == [0.5, 1.0, 1.0, 1.0]
-    with pytest.raises(ValueError, match=r"final_lr_fraction = 0\.5: .*constant.*use linear"):
-        OptimizerConfig(decay="constant", final_lr_fraction=0.5)
-
-
 def test_a_decay_that_ends_where_it_begins_is_refused():
     for asked in ({"decay": "cosine"}, {"decay": "sqrt"}, {"decay_steps": 9}):
         key, value = next(iter(asked.items()))
         with pytest.raises(ValueError, match=f"{key} = {value!r}: .* final_lr_fraction is 1; set"):
             OptimizerConfig(**asked)
         OptimizerConfig(**asked, final_lr_fraction=0.9)
+    with pytest.raises(ValueError, match=r"final_lr_fraction = 0\.5: .*constant.*use linear"):
+        OptimizerConfig(decay="constant", final_lr_fraction=0.5)
     again = OptimizerConfig.model_validate_json(OptimizerConfig().model_dump_json())
     assert again == OptimizerConfig()

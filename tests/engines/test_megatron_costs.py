@@ -1,23 +1,10 @@
 """The costs of a step, by hand-worked numbers; and recomputation, which changes nothing else."""
 
-import megatron_worker as worker
-import numpy as np
 import pytest
-from engine_fixtures import save_checkpoint
-from megatron_worker import job, trajectories
+from trainers import FULL, equal, opened, selective, trajectories
 
-from relax_hpc.engines.megatron.flops import active_channels, peak_of, tower_flops
-from relax_hpc.models.architecture import Architecture, Experts, Vision
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("models") / "qwen3", 0)
-
-
-@pytest.fixture(scope="module")
-def ranks(ranks):
-    return ranks[2]
+from relax_hpc.trainer.megatron.costs import active_channels, peak_of, tower_flops
+from relax_hpc.trainer.models.architecture import Architecture, MoeArchitecture, VisionArchitecture
 
 
 @pytest.mark.parametrize(
@@ -37,7 +24,7 @@ def test_the_peak_of_a_gpu_is_known_by_its_name_or_not_at_all(name, peak):
 
 
 def test_a_tower_counts_patches_tokens_and_the_square_of_each_frame():
-    shape = Vision(
+    shape = VisionArchitecture(
         num_layers=2, hidden_size=8, ffn_hidden_size=20, num_heads=2, patch=4, time=2, merge=2,
         positions=4, rope_base=1e4, out_size=10, taps=(0,),
     )  # fmt: skip
@@ -51,19 +38,17 @@ def test_a_tower_counts_patches_tokens_and_the_square_of_each_frame():
 
 
 def test_a_mixture_counts_the_experts_that_a_token_is_sent_to():
-    experts = Experts(8, 2, 24, True, (1, 2, 3))  # of 4 layers
+    experts = MoeArchitecture(8, 2, 24, True, (1, 2, 3))  # of 4 layers
     shape = Architecture("qwen3_moe", 4, 64, 96, 4, 2, 16, 128, 99, 1e-6, 1e4, False, experts)
     assert active_channels(shape) == 0.75 * 48 + 0.25 * 96
 
 
-@pytest.mark.parametrize(
-    "layout", [{"data_parallel": 2}, {"tensor_parallel": 2}, {"pipeline_parallel": 2}]
-)
-def test_the_costs_of_a_step_are_those_of_all_ranks(ranks, folder, layout):
+@pytest.mark.parametrize("grid", ["dp2", "tp2", "pp2"])
+def test_the_costs_of_a_step_are_those_of_all_ranks(ranks, folder, grid):
     rows, advantages = trajectories(7)
-    ranks.call(worker.open_trainer, config=job(folder, budget=100, layout=layout))
-    ranks.call(worker.train, rows=rows, advantages=advantages, num_portions=2)
-    costs = ranks.call(worker.costs)
+    pool = opened(ranks, folder, grid, budget=100)
+    pool.train(rows=rows, advantages=advantages, num_portions=2)
+    costs = pool.costs()
     for cost in costs:
         assert set(cost) == {
             "time/forward_backward", "time/update", "train/tokens_per_s_per_gpu", "train/padding",
@@ -74,10 +59,10 @@ def test_the_costs_of_a_step_are_those_of_all_ranks(ranks, folder, layout):
     assert costs[0]["time/update"] != costs[1]["time/update"]
     (cost, _), seconds = costs, seconds_of(costs)
     assert cost["train/tokens_per_s_per_gpu"] * seconds == pytest.approx(tokens)
-    if "data_parallel" in layout:
+    if grid == "dp2":
         assert cost["train/padding"] == 0.0
-    ranks.call(worker.train, rows=rows[:1], advantages=advantages[:1])  # begins at nothing
-    costs = ranks.call(worker.costs)
+    pool.train(rows=rows[:1], advantages=advantages[:1])  # begins at nothing
+    costs = pool.costs()
     rate = costs[0]["train/tokens_per_s_per_gpu"]
     assert rate * seconds_of(costs) == pytest.approx(len(rows[0].token_ids))
 
@@ -87,29 +72,15 @@ def seconds_of(costs):
     return sum(cost["time/forward_backward"] + cost["time/update"] for cost in costs)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"pipeline_parallel": 2},
-        {"tensor_parallel": 2},
-        {"context_parallel": 2},
-    ],
-    ids=["pp2", "sp", "cp2"],
-)
-def test_recomputing_activations_gives_the_same_update(ranks, folder, layout):
+@pytest.mark.parametrize("grid", ["pp2", "tp2", "cp2"])
+def test_recomputing_activations_gives_the_same_update(ranks, folder, grid):
     """Packed documents; bitwise, as the same operations are done again."""
     rows, advantages = trajectories(8)
-    results = []
-    for transformer in (
-        {},
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
-    ):
-        config = job(folder, budget=60, layout=layout, transformer=transformer)
-        ranks.call(worker.open_trainer, config=config)
-        metrics = ranks.call(worker.train, rows=rows, advantages=advantages)[0]
-        results.append((metrics["grad_norm"], ranks.call(worker.weights)[0]))
-    norm, weights = results[0]
-    for other_norm, other in results[1:]:
-        assert other_norm == norm
-        assert all(np.array_equal(weights[name], other[name]) for name in weights)
+    found = []
+    for transformer in ({}, FULL, selective("mlp")):
+        pool = opened(ranks, folder, grid, budget=60, transformer=transformer)
+        metrics = pool.train(rows=rows, advantages=advantages)[0]
+        found.append((metrics["grad_norm"], pool.weights()[0]))
+    (norm, weights), *others = found
+    for other_norm, other in others:
+        assert other_norm == norm and equal(other, weights)

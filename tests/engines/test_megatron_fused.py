@@ -5,8 +5,8 @@ import weakref
 import torch
 from torch.nn import functional
 
-from relax_hpc.engines.megatron.layers import fused
-from relax_hpc.engines.megatron.layers.gradient_fusion import add_product
+from relax_hpc.trainer.megatron.layers import dense
+from relax_hpc.trainer.megatron.layers.gradient_fusion import add_product
 
 
 def test_gradients_by_hand_are_those_of_finite_differences():
@@ -20,13 +20,13 @@ def test_gradients_by_hand_are_those_of_finite_differences():
     # They compute in float32 inside.
     close = {"eps": 1e-3, "atol": 1e-2, "rtol": 1e-2, "nondet_tol": 0.0}
     check = torch.autograd.gradcheck
-    assert check(lambda x, w: fused.rms_norm(x, w, 1e-6), (normal(3, 1, 8), normal(8)), **close)
+    assert check(lambda x, w: dense.rms_norm(x, w, 1e-6), (normal(3, 1, 8), normal(8)), **close)
     assert check(
-        lambda x, w: fused.rms_norm_beside(x, w, 1e-6), (normal(3, 1, 8), normal(8)), **close
+        lambda x, w: dense.rms_norm_beside(x, w, 1e-6), (normal(3, 1, 8), normal(8)), **close
     )
-    assert check(fused.swiglu, (normal(3, 1, 8),), **close)
+    assert check(dense.swiglu, (normal(3, 1, 8),), **close)
     assert check(
-        lambda m, q, k: fused.norm_and_rotate(m, q, k, rotation, 1e-6),
+        lambda m, q, k: dense.norm_and_rotate(m, q, k, rotation, 1e-6),
         (normal(3, 2, 4, 8), normal(8), normal(8)),
         **close,
     )
@@ -38,11 +38,11 @@ def test_what_is_made_again_is_not_kept_and_the_gradient_is_the_same():
     gradients, alive = [], []
     for again in (False, True):
         inputs = [x.clone().requires_grad_() for x in (hidden, weight, matrix)]
-        out = fused.rms_norm(inputs[0], inputs[1], 1e-6)
+        out = dense.rms_norm(inputs[0], inputs[1], 1e-6)
         made = [x.detach() for x in inputs]
         storage = weakref.ref(out.untyped_storage())
         if again:
-            with fused.recomputed(out, lambda made=made: fused.rms_norm(made[0], made[1], 1e-6)):
+            with dense.recompute(out, lambda made=made: dense.rms_norm(made[0], made[1], 1e-6)):
                 result = out @ inputs[2].t()
         else:
             result = out @ inputs[2].t()
@@ -56,7 +56,7 @@ def test_what_is_made_again_is_not_kept_and_the_gradient_is_the_same():
 
 def test_what_goes_past_a_norm_alone_has_its_own_gradient_only():
     hidden = torch.ones(2, 4, requires_grad=True)
-    _, beside = fused.rms_norm_beside(hidden, torch.ones(4, requires_grad=True), 1e-6)
+    _, beside = dense.rms_norm_beside(hidden, torch.ones(4, requires_grad=True), 1e-6)
     (3 * beside).sum().backward()
     assert hidden.grad.tolist() == [[3.0] * 4] * 2
 
@@ -64,7 +64,7 @@ def test_what_goes_past_a_norm_alone_has_its_own_gradient_only():
 def test_swiglu_takes_the_gate_first():
     x = torch.tensor([[1.0, -2.0, 3.0, 5.0]])
     expected = functional.silu(torch.tensor([[1.0, -2.0]])) * torch.tensor([[3.0, 5.0]])
-    torch.testing.assert_close(fused.swiglu(x), expected)
+    torch.testing.assert_close(dense.swiglu(x), expected)
 
 
 def test_a_product_is_added_in_float32():

@@ -1,43 +1,17 @@
 """Mixture-of-experts layers against Hugging Face, and against themselves in other layouts."""
 
-import layouts_worker as layouts
-import megatron_worker as worker
 import numpy as np
 import pytest
 import torch
-from megatron_reference import clear_gradient, collect, mixture
+from megatron_reference import mixture
 from megatron_reference import reference as hugging_face
-from megatron_worker import job
+from trainers import FULL, assert_a_grid_equals, assert_updated, collect, equal, opened, selective
 
 from relax_hpc.algorithms.aggregation import row_weights
 from relax_hpc.algorithms.algorithm import algorithm_of
 from relax_hpc.algorithms.composition import objective_of
-from relax_hpc.engines.megatron import packing
-from relax_hpc.engines.megatron.attention.balance import Documents
-
-LAYOUTS = {
-    "1": (1, {}),
-    "ep2": (2, {"dp": 2, "layout": {"expert_parallel": 2}}),
-    "ep2_allgather": (
-        2,
-        {
-            "dp": 2,
-            "layout": {"expert_parallel": 2},
-            "transformer": {"moe_token_dispatcher_type": "allgather"},
-        },
-    ),
-    "dp2": (2, {"dp": 2}),
-    "tp2": (2, {"tp": 2}),
-    "tp2_ep2": (2, {"tp": 2, "layout": {"expert_parallel": 2}}),
-    "tp2_etp2": (2, {"tp": 2, "layout": {"expert_tensor_parallel": 2}}),
-    "cp2_ep2": (2, {"layout": {"context_parallel": 2, "expert_parallel": 2}}),
-    "pp2_ep2": (4, {"dp": 2, "layout": {"pipeline_parallel": 2, "expert_parallel": 2}}),
-    "ep2_dp4": (4, {"dp": 4, "layout": {"expert_parallel": 2}}),
-    "ep2_etp2": (
-        4,
-        {"tp": 2, "dp": 2, "layout": {"expert_parallel": 2, "expert_tensor_parallel": 2}},
-    ),
-}
+from relax_hpc.trainer.megatron import packing
+from relax_hpc.trainer.megatron.packing import TokenDocuments
 
 
 @pytest.fixture(scope="module")
@@ -46,86 +20,67 @@ def reference(tmp_path_factory):
     return hugging_face(folder, mixture(folder, experts=8, per_token=3), num_steps=1)
 
 
-def open_layout(ranks, folder, layout, **more):
-    size, options = LAYOUTS[layout]
-    options = dict(options) | {"optimizer": {"weight_decay": 0.1}}
-    for table in ("actor", "transformer"):
-        options[table] = options.get(table, {}) | more.pop(table, {})
-    pool = ranks[size]
-    pool.call(worker.open_trainer, config=job(folder, **(options | more)))
-    return pool
+def open_grid(ranks, reference, grid, **more):
+    more.setdefault("optimizer", {"weight_decay": 0.1})
+    return opened(ranks, reference.folder, grid, **more)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_logprobs_gradient_and_update_are_those_of_hugging_face(ranks, reference, layout):
-    pool = open_layout(ranks, reference.folder, layout)
-    found = collect(pool.call(worker.logprobs, rows=reference.rows))
-    for ours, theirs in zip(found, reference.logprobs, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
-    train = {"rows": reference.rows, "advantages": reference.advantages}
-    gradient = pool.call(worker.gradients, **train)[0]
-    assert gradient.keys() == reference.gradients[0].keys()
-    for name, theirs in reference.gradients[0].items():
-        np.testing.assert_allclose(gradient[name], theirs, atol=1e-5, err_msg=name)
-    pool = open_layout(ranks, reference.folder, layout)
-    (metrics, *others) = pool.call(worker.train, **train)
-    assert all(other == metrics for other in others)
-    assert metrics["loss"] == pytest.approx(reference.losses[0], abs=1e-5)
-    assert metrics["grad_norm"] == pytest.approx(reference.norms[0], rel=1e-5)
-    weights = pool.call(worker.weights)[0]
-    assert weights.keys() == reference.steps[0].keys()
-    for name, theirs in reference.steps[0].items():
-        clear = clear_gradient(reference, name)
-        np.testing.assert_allclose(weights[name][clear], theirs[clear], atol=1e-5, err_msg=name)
+ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
+GRIDS = [
+    "one", "dp2_ep2", "dp2", "tp2", "tp2_ep2", "tp2_etp2", "cp2_ep2", "pp2_dp2_ep2", "dp4_ep2",
+    "tp2_dp2_ep2_etp2",
+]  # fmt: skip
 
 
-def trained(ranks, reference, layout, rows=None, **more):
+@pytest.mark.parametrize(
+    ("grid", "transformer"), [*((grid, {}) for grid in GRIDS), ("dp2_ep2", ALLGATHER)]
+)
+def test_logprobs_gradient_and_update_are_those_of_hugging_face(
+    ranks, reference, grid, transformer
+):
+    assert_a_grid_equals(
+        reference, lambda: open_grid(ranks, reference, grid, transformer=transformer)
+    )
+
+
+def trained(ranks, reference, grid, rows=None, **more):
     """Metrics and weights after an update."""
-    pool = open_layout(ranks, reference.folder, layout, **more)
+    pool = open_grid(ranks, reference, grid, **more)
     rows = reference.rows if rows is None else rows
     train = {"rows": rows, "advantages": reference.advantages[: len(rows)]}
-    return pool.call(worker.train, **train)[0], pool.call(worker.weights)[0]
+    return pool.train(**train)[0], pool.weights()[0]
 
 
 def same(mine, theirs, reference):
     """Metrics, and weights where Adam's step is no rounding noise."""
-    assert mine[0].keys() == theirs[0].keys()
-    for name, value in theirs[0].items():
-        assert mine[0][name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
-    for name, weight in theirs[1].items():
-        clear = clear_gradient(reference, name)
-        np.testing.assert_allclose(mine[1][name][clear], weight[clear], atol=1e-5, err_msg=name)
+    assert mine[0] == pytest.approx(theirs[0], rel=2e-5, abs=1e-6)
+    assert_updated(mine[1], theirs[1], reference)
 
 
 def loss_on(kind, coefficient=0.1, **more):
     return more | {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": coefficient}
 
 
-@pytest.mark.parametrize(
-    "recompute",
-    [
-        {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-        {"recompute_granularity": "selective", "recompute_modules": ["moe_act", "core_attn"]},
-        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
-    ],
-    ids=["moe", "moe_act", "full"],
-)
+BLOCKS = FULL | {"recompute_method": "block", "recompute_num_layers": 2}
+
+
+@pytest.mark.parametrize("recompute", [selective("moe"), BLOCKS], ids=["moe", "full"])
 def test_recomputing_experts_gives_the_same_update_bitwise(ranks, reference, recompute):
     options = loss_on("aux_loss")
-    plain = trained(ranks, reference, "ep2", transformer=options)
-    again = trained(ranks, reference, "ep2", transformer=options | recompute)
-    assert plain[0] == again[0]
-    assert all(np.array_equal(again[1][name], weight) for name, weight in plain[1].items())
+    plain = trained(ranks, reference, "dp2_ep2", transformer=options)
+    again = trained(ranks, reference, "dp2_ep2", transformer=options | recompute)
+    assert plain[0] == again[0] and equal(again[1], plain[1])
 
 
 def test_a_rank_with_nothing_but_padding_and_experts_without_tokens_change_nothing(
     ranks, reference
 ):
     rows = reference.rows[:1]  # the other rank has a micro-batch of one token, of padding
-    options = {"transformer": loss_on("aux_loss", moe_z_loss_coeff=0.01)}
-    whole = trained(ranks, reference, "1", rows, **options)
-    for layout in ("ep2", "ep2_allgather"):
-        same(trained(ranks, reference, layout, rows, **options), whole, reference)
+    options = loss_on("aux_loss", moe_z_loss_coeff=0.01)
+    whole = trained(ranks, reference, "one", rows, transformer=options)
+    for way in ({}, ALLGATHER):
+        mine = trained(ranks, reference, "dp2_ep2", rows, transformer=options | way)
+        same(mine, whole, reference)
 
 
 def test_the_losses_of_balance_equal_a_hand_worked_case(ranks):
@@ -140,9 +95,7 @@ def test_the_losses_of_balance_equal_a_hand_worked_case(ranks):
     )
     # 3 trained tokens of weight 1, or of the weights 1/2, 1/2 and 1, so that documents weigh alike.
     for first, second in ((2.0, 1.0), (1.0, 1.0)):
-        (whole, by_document, z) = ranks[1].call(
-            worker.balance, weights=[first, second, 0.0], **case
-        )[0]
+        (whole, by_document, z) = ranks[1].balance(weights=[first, second, 0.0], **case)[0]
         weight = first + second
         # shares (3/4, 1/4), mean scores (0.7, 0.3): 2 x (0.525 + 0.075)
         assert whole[:2] == pytest.approx((weight * 1.2, 3.6))
@@ -185,23 +138,23 @@ def test_a_document_weighs_in_balance_what_its_tokens_do_in_the_loss(
         ]
     packed = packing.build(rows, [0, 1], device=torch.device("cpu"), multiple_of=16)
     weights = objective_of(algorithm_of(aggregation=aggregation)).weights(packed)
-    documents = Documents.of(packed, weights)
+    documents = TokenDocuments.of(packed, weights)
     assert documents.trained.tolist() == [3, 1, 0]
     assert documents.weights.tolist() == pytest.approx([*expected, 0])
     assert (documents.weights is documents.trained) == (aggregation == "token")
 
 
-@pytest.mark.parametrize("layout", ["1", "pp2_ep2"])
-def test_losses_of_balance_are_in_the_mean_of_the_loss(ranks, reference, layout):
+@pytest.mark.parametrize("grid", ["one", "pp2_dp2_ep2"])
+def test_losses_of_balance_are_in_the_mean_of_the_loss(ranks, reference, grid):
     """Rows of 16 trained tokens, a prompt each, without advantage: all means but the sum's are one
     over tokens, and `constant` divides by 16, too."""
     options = {"transformer": loss_on("aux_loss", moe_z_loss_coeff=0.1), "budget": 60}
     rows = [row_of(row, guid, 16, 16) for guid, row in enumerate(reference.rows[:4])]
     found = {}
     for aggregation in ("token", "sequence", "prompt", "constant", "sequence_sum"):
-        pool = open_layout(ranks, reference.folder, layout, **options)
+        pool = open_grid(ranks, reference, grid, **options)
         keys = {"aggregation": aggregation, "loss": {"name": "ppo_clip"}, "kl": {"name": "none"}}
-        told = pool.call(layouts.step, rows=rows, advantages=np.zeros(4, np.float32), keys=keys)[0]
+        told = pool.step(rows=rows, advantages=np.zeros(4, np.float32), keys=keys)[0]
         found[aggregation] = told["grad_norm"]
         assert told["loss"] == 0.0
         measured = tuple(told[f"moe/{kind}"] for kind in ("aux_loss", "z_loss"))
@@ -214,19 +167,19 @@ def test_losses_of_balance_are_in_the_mean_of_the_loss(ranks, reference, layout)
 
 def test_a_loss_by_document_is_the_same_for_any_split_and_any_layout(ranks, reference):
     options = {"transformer": loss_on("seq_aux_loss")}
-    expected = trained(ranks, reference, "1", budget=200, **options)
+    expected = trained(ranks, reference, "one", budget=200, **options)
     assert 1.0 < expected[0]["moe/seq_aux_loss"] < 8.0
-    plain = trained(ranks, reference, "1", budget=200)
+    plain = trained(ranks, reference, "one", budget=200)
     assert expected[0]["grad_norm"] != pytest.approx(plain[0]["grad_norm"], rel=1e-3)
     assert expected[0]["loss"] == plain[0]["loss"]
-    for layout, budget in (("1", 25), ("ep2", 40), ("tp2_ep2", 60), ("cp2_ep2", 60)):
+    for layout, budget in (("one", 25), ("dp2_ep2", 40), ("tp2_ep2", 60), ("cp2_ep2", 60)):
         same(trained(ranks, reference, layout, budget=budget, **options), expected, reference)
 
 
 @pytest.mark.parametrize("kind", ["aux_loss", "global_aux_loss"])
 def test_ranks_that_share_a_micro_batch_balance_it_as_one_would(ranks, reference, kind):
     options = {"transformer": loss_on(kind, moe_z_loss_coeff=0.01)}
-    expected = trained(ranks, reference, "1", budget=200, **options)
+    expected = trained(ranks, reference, "one", budget=200, **options)
     assert expected[0][f"moe/{kind}"] > 1.0
     assert expected[0]["moe/z_loss"] > 0
     assert 1.0 < expected[0]["moe/max_load"] <= 8 / 3
@@ -240,7 +193,7 @@ def test_the_experts_bias_moves_against_their_load_in_every_update(ranks, refere
         "moe_router_score_function": "sigmoid",
         "moe_router_bias_update_rate": 1e-5,  # too little to change what is chosen
     }
-    pool = open_layout(ranks, reference.folder, "1", transformer=options, optimizer={"lr": 1e-12})
+    pool = open_grid(ranks, reference, "one", transformer=options, optimizer={"lr": 1e-12})
     (biases,) = step_biases(pool, reference)
     assert biases.shape == (2, 8)
     assert {-1, 1} <= set(np.rint(biases.ravel() / 1e-5)) <= {-1, 0, 1}
@@ -249,25 +202,25 @@ def test_the_experts_bias_moves_against_their_load_in_every_update(ranks, refere
 
 
 def step_biases(pool, reference):
-    pool.call(worker.train, rows=reference.rows, advantages=reference.advantages)
-    return [np.array(found) for found in pool.call(worker.expert_biases)]
+    pool.train(**reference.batch)
+    return [np.array(found) for found in pool.expert_biases()]
 
 
-def test_a_checkpoint_of_two_expert_ranks_loads_on_one(ranks, reference, tmp_path):
-    train = {"rows": reference.rows, "advantages": reference.advantages}
-    pool = open_layout(ranks, reference.folder, "ep2")
-    pool.call(worker.train, num_steps=2, **train)
-    before = collect(pool.call(worker.logprobs, rows=reference.rows))
-    pool.call(worker.save, folder=tmp_path)
-    moments = sum(part for _, part in pool.call(worker.adam))
-    alone = open_layout(ranks, reference.folder, "1")
-    assert alone.call(worker.load, folder=tmp_path) == [2]
-    ((counts, loaded),) = alone.call(worker.adam)
-    assert counts == {2.0}
-    assert loaded == pytest.approx(moments, rel=1e-6)
-    after = collect(alone.call(worker.logprobs, rows=reference.rows))
-    for ours, theirs in zip(after, before, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+def test_every_field_of_the_router_that_is_taken_changes_what_is_computed(ranks, reference):
+    """R14. Those of losses of balance and of the bias have tests of their own."""
+    sigmoid = {"moe_router_score_function": "sigmoid"}
+    found = {}
+    for name, table in {
+        "plain": {},
+        "scaled": {"moe_router_topk_scaling_factor": 2.5},
+        "groups": {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+        "sigmoid": sigmoid,
+        "at random": {"moe_router_force_load_balancing": True},
+    }.items():
+        alone = open_grid(ranks, reference, "one", transformer=table)
+        found[name] = np.concatenate(collect(alone.logprobs(rows=reference.rows)))
+    for name, each in found.items():
+        assert name == "plain" or np.abs(each - found["plain"]).max() > 1e-3, name
 
 
 @pytest.mark.parametrize(
@@ -275,13 +228,13 @@ def test_a_checkpoint_of_two_expert_ranks_loads_on_one(ranks, reference, tmp_pat
     [
         ({"transformer": {"moe_token_dispatcher_type": "flex"}}, "needs the package deep_ep"),
         ({"transformer": loss_on("sinkhorn", 0.0)}, "'sinkhorn': is none of aux_loss"),
-        ({"transformer": {"moe_input_jitter_eps": 0.1}}, "moe_input_jitter_eps: is not supported"),
+        ({"transformer": {"moe_input_jitter_eps": 0.1}}, "jitter_eps = 0.1: is not supported here"),
         ({"transformer": {"moe_router_enable_expert_bias": True}}, "sigmoid"),
         ({"transformer": {"moe_router_dtype": "fp64"}}, "'fp64': the router's logits are float32"),
-        ({"transformer": {"moe_shared_expert_intermediate_size": 8}}, "is not supported here"),
+        ({"transformer": {"moe_shared_expert_intermediate_size": 8}}, "is decided by the model"),
     ],
     ids=["flex", "balance", "jitter", "bias", "dtype", "shared"],
 )
 def test_what_experts_cannot_do_is_refused(ranks, reference, more, message):
     with pytest.raises(AssertionError, match=message):
-        open_layout(ranks, reference.folder, "1", **more)
+        open_grid(ranks, reference, "one", **more)

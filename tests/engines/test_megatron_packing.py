@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from megatron_worker import trajectories, valued
+from trainers import trajectories, valued
 
-from relax_hpc.engines.megatron import packing
 from relax_hpc.schema import COLUMNS, Column
+from relax_hpc.trainer.megatron import packing
 
 
 def test_documents_lie_end_to_end_with_positions_from_zero():

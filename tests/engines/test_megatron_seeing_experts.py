@@ -1,110 +1,54 @@
 """A model that sees and has experts: on every grid what Hugging Face gives, in the hub's layout."""
 
-import megatron_worker
-import numpy as np
 import pytest
-import seeing_worker as worker
-import torch
-from megatron_worker import job
 from safetensors.torch import load_file, save_file
-from seeing_grids import FULL, assert_equal_to, assert_frozen, assert_refused, long, sees_in
-from seen_rows import logprobs_of, make, mixed_rows
-from seen_rows import reference as hugging_face
+from seeing_grids import (
+    assert_equal_to,
+    assert_exported,
+    assert_frozen,
+    assert_refused,
+    frozen_cases,
+    long,
+    seeing_part,
+    seen,
+)
+from seen_rows import mixed_rows
 from transformers import AutoModelForImageTextToText
 
-from relax_hpc.checkpoints.export import save_hf
-from relax_hpc.engines.megatron.checkpoint import conversion
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.hf_files import SINGLE
+from relax_hpc.trainer.checkpoints import convert as conversion
+from relax_hpc.trainer.models.hf_files import SINGLE
 
-GRIDS = {
-    "one": (1, {}, {}),
-    "ep2": (2, {"data_parallel": 2, "expert_parallel": 2}, {}),
-}
-MORE_GRIDS = {
-    "recomputed": (1, {}, {"transformer": FULL}),
-    "tp2": (2, {"tensor_parallel": 2}, {}),
-    "pp2": (2, {"pipeline_parallel": 2}, {}),
-    "tp2_ep2": (2, {"tensor_parallel": 2, "expert_parallel": 2}, {}),
-    "tp2_etp2": (2, {"tensor_parallel": 2, "expert_tensor_parallel": 2}, {}),
-    "cp2_ep2": (2, {"context_parallel": 2, "expert_parallel": 2}, {}),
-    "pp2_ep2": (4, {"pipeline_parallel": 2, "data_parallel": 2, "expert_parallel": 2}, {}),
-    "tp2_pp2, recomputed": (
-        4, {"tensor_parallel": 2, "pipeline_parallel": 2}, {"transformer": FULL},
-    ),
-}  # fmt: skip
+MORE_GRIDS = [
+    "one, recomputed", "tp2", "pp2", "tp2_ep2", "tp2_etp2", "cp2_ep2", "pp2_dp2_ep2",
+    "tp2_pp2, recomputed",
+]  # fmt: skip
+TOWER = ["vision", "vision_projection"]
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("sees")
-    return hugging_face(folder, make(folder, kind="vl-moe"), *mixed_rows())
+    return seen(tmp_path_factory.mktemp("sees"), mixed_rows(), kind="vl-moe")
 
 
-def open_grid(ranks, reference, grid, frozen=()):
-    size, layout, options = (GRIDS | MORE_GRIDS)[grid]
-    options = {"optimizer": {"weight_decay": 0.1}, "actor": {"frozen": list(frozen)}, **options}
-    pool = ranks[size]
-    pool.call(
-        worker.open_trainer, config=job(reference.folder, layout=layout, budget=90, **options)
-    )
-    return pool
-
-
-@pytest.mark.parametrize("grid", [*GRIDS, *long(*MORE_GRIDS)])
+@pytest.mark.parametrize("grid", ["one", "dp2_ep2", *long(*MORE_GRIDS)])
 def test_a_grid_equals_hugging_face(ranks, reference, grid):
-    assert_equal_to(reference, lambda: open_grid(ranks, reference, grid))
-
-
-TOWER = ["vision", "vision_projection"]
+    assert_equal_to(ranks, reference, grid)
 
 
 @pytest.mark.parametrize(
     ("grid", "parts"),
-    [
-        ("one", TOWER),
-        *(
-            pytest.param(*each, marks=pytest.mark.long)
-            for each in [("ep2", TOWER), ("ep2", ["language"]), ("tp2_ep2", TOWER)]
-        ),
-    ],
+    frozen_cases(
+        [("one", TOWER)], ("dp2_ep2", TOWER), ("dp2_ep2", ["language"]), ("tp2_ep2", TOWER)
+    ),
 )
 def test_frozen_parts_do_not_move_and_the_others_learn_as_ever(ranks, reference, grid, parts):
-    pool = open_grid(ranks, reference, grid, frozen=parts)
-    assert_frozen(reference, pool, lambda name: sees_in(name, parts))
+    assert_frozen(ranks, reference, grid, parts, seeing_part)
 
 
 def test_an_export_is_of_the_hubs_layout_and_gives_the_same_logprobs(ranks, reference, tmp_path):
-    """Bitwise what came in; after a step, transformers computes of it what the trainer does."""
-    folder = reference.folder
-    given = load_file(folder / SINGLE)
-    for grid in ("ep2", "tp2"):
-        for number, found in enumerate(open_grid(ranks, reference, grid).call(worker.weights)):
-            out = tmp_path / f"{grid}-{number}"
-            tensors = ((name, torch.from_numpy(tensor)) for name, tensor in found.items())
-            save_hf(out, tensors, folder, write=True)
-            assert_same(load_file(out / SINGLE), given)
-    pool = open_grid(ranks, reference, "one")
-    pool.call(worker.train, rows=reference.rows, advantages=reference.advantages)
-    [trained] = pool.call(worker.logprobs, rows=reference.rows)
-    pool.call(megatron_worker.save, folder=tmp_path / "step")
-    conversion.to_hf(tmp_path / "step", folder, tmp_path / "hf")
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").float().eval()
-    with torch.no_grad():
-        for number, row in enumerate(reference.rows):
-            theirs = logprobs_of(model, row, folder).numpy()
-            assert np.abs(trained[number] - theirs).max() < 1e-5
-            assert np.abs(trained[number] - reference.logprobs[number]).max() > 1e-3
-    conversion.to_megatron(folder, tmp_path / "core")
-    conversion.to_hf(tmp_path / "core", folder, tmp_path / "same")
-    assert_same(load_file(tmp_path / "same" / SINGLE), given)
-
-
-def assert_same(found, given):
-    assert found.keys() == given.keys()
-    for name, tensor in given.items():
-        assert torch.equal(found[name], tensor), name
+    kind = AutoModelForImageTextToText
+    assert_exported(ranks, reference, reference.folder, ("dp2_ep2", "tp2"), tmp_path, kind)
 
 
 @pytest.mark.parametrize(

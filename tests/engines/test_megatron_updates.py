@@ -1,25 +1,15 @@
 """Several updates of a batch, a forward pass before them, and the entropy's weight."""
 
-import layouts_worker
-import megatron_worker as worker
 import numpy as np
 import pytest
 import whole_batch
-from megatron_reference import collect, dense
-from megatron_worker import job, trajectories
+from trainers import assert_close, collect, equal, job, opened, trajectories
 
 CLIPPED = {"loss": {"name": "ppo_clip"}, "correction": {"name": "none"}}
 OLD = {"loss": {"name": "ppo_clip", "anchor": "old"}, "correction": {"name": "none"}}
 GROUPS = 6
 OPTIMIZER = {"lr": 0.1, "megatron": {"adam_eps": 1.0}}
 """An update that is as smooth as its gradient."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    dense(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -37,27 +27,22 @@ def worth():
 @pytest.fixture
 def one(ranks, folder):
     """The only rank, with a new trainer."""
-    ranks[1].call(worker.open_trainer, config=job(folder, optimizer=OPTIMIZER))
-    return ranks[1]
+    return opened(ranks, folder, optimizer=OPTIMIZER)
 
 
 def weights_of(pool):
-    return pool.call(worker.weights)[0]
+    return pool.weights()[0]
 
 
 def step(pool, rows, worth, keys):
-    return pool.call(layouts_worker.step, rows=rows, advantages=worth, keys=keys)[0]
-
-
-def equal(mine, theirs):
-    return all(np.array_equal(mine[name], theirs[name]) for name in theirs)
+    return pool.step(rows=rows, advantages=worth, keys=keys)[0]
 
 
 def test_mini_batches_are_updates_with_a_mean_of_their_own(one, folder, rows, worth):
     """Of groups 0 to 5 first 0 to 2, then 3 to 5: as two steps on them, but one rate and step."""
     metrics = step(one, rows, worth, CLIPPED | {"mini_batches": 2})
     mine = weights_of(one)
-    one.call(worker.open_trainer, config=job(folder, optimizer=OPTIMIZER))
+    one.open_trainer(config=job(folder, optimizer=OPTIMIZER))
     halves = [step(one, rows[part], worth[part], CLIPPED) for part in (slice(6), slice(6, 12))]
     assert equal(mine, weights_of(one))
     for key in ("loss", "entropy", "grad_norm"):
@@ -66,31 +51,30 @@ def test_mini_batches_are_updates_with_a_mean_of_their_own(one, folder, rows, wo
 
 def test_they_compare_with_the_policy_before_the_first_of_them(one, folder, rows, worth):
     """As if that policy had been the sampler, and the sampler is what is compared with."""
-    logprobs = collect(one.call(worker.logprobs, rows=rows))
+    logprobs = collect(one.logprobs(rows=rows))
     keys = {"mini_batches": 3, "epochs_per_step": 2}
     metrics = step(one, rows, worth, OLD | keys)
     assert metrics["loss/approx_kl"] > 1e-6
-    assert "time/old_logprobs" in one.call(worker.costs)[0]
+    assert "time/old_logprobs" in one.costs()[0]
     mine = weights_of(one)
     sampled = [
         row.with_columns(rollout_logprobs=values)
         for row, values in zip(rows, logprobs, strict=True)
     ]
-    one.call(worker.open_trainer, config=job(folder, optimizer=OPTIMIZER))
+    one.open_trainer(config=job(folder, optimizer=OPTIMIZER))
     again = step(one, sampled, worth, CLIPPED | keys)
     assert again["logprob_gap/max"] < 1e-6 < metrics["logprob_gap/max"]
-    for name, theirs in weights_of(one).items():
-        np.testing.assert_allclose(mine[name], theirs, atol=1e-6, err_msg=name)
+    assert_close(mine, weights_of(one), atol=1e-6)
 
 
 def test_the_gap_to_the_sampler_is_that_of_the_whole_batch_before_any_update(one, rows, worth):
     for keys in (OLD | {"mini_batches": 3}, whole_batch.algorithm(), CLIPPED):
-        logprobs = collect(one.call(worker.logprobs, rows=rows))
+        logprobs = collect(one.logprobs(rows=rows))
         gaps = [
             np.abs(values - row.columns["rollout_logprobs"])[row.loss_mask != 0]
             for row, values in zip(rows, logprobs, strict=True)
         ]
-        assert one.call(layouts_worker.gap, rows=rows, advantages=worth, keys=keys)[0] == (
+        assert one.gap_of_algorithm(rows=rows, advantages=worth, keys=keys)[0] == (
             pytest.approx((sum(map(len, gaps)), np.concatenate(gaps).mean()), rel=1e-5)
         )
 
@@ -102,7 +86,7 @@ def test_a_row_that_is_not_finite_costs_its_mini_batch_alone_and_is_named(one, r
     before = weights_of(one)
     metrics = step(one, rows, broken, OLD | {"mini_batches": 3})
     assert metrics["skipped"] == pytest.approx(1 / 3)
-    skip = one.call(worker.skip)[0]
+    skip = one.skip()[0]
     assert [sample[:2] for sample in skip.samples] == [(5, 0)]
     assert (skip.num_samples, skip.in_a_row) == (1, 1)
     assert not equal(before, weights_of(one))
@@ -112,14 +96,14 @@ def test_who_spoils_what_is_known_of_the_batch_is_named_first(one, rows, worth):
     """The bound of all rows is that of a mean over the batch, in which one is not a number."""
     odd = [row._replace(token_ids=row.token_ids % 100) for row in rows]
     odd[7].token_ids[0] = 120
-    one.call(worker.break_embedding, token=120)
+    one.break_embedding(token=120)
     assert step(one, odd, worth, whole_batch.algorithm())["skipped"] == 1.0
-    assert one.call(worker.skip)[0].samples[0][:2] == (3, 1)
+    assert one.skip()[0].samples[0][:2] == (3, 1)
 
 
 def test_a_bonus_lowers_the_loss_by_the_entropy_and_raises_that(one, folder, rows, worth):
     without = step(one, rows, worth, CLIPPED)
-    one.call(worker.open_trainer, config=job(folder, optimizer=OPTIMIZER))
+    one.open_trainer(config=job(folder, optimizer=OPTIMIZER))
     with_bonus = step(one, rows, worth, CLIPPED | {"entropy": {"coefficient": 0.5}})
     expected = without["loss"] - 0.5 * without["entropy"]
     assert with_bonus["loss"] == pytest.approx(expected, rel=1e-5)
@@ -136,14 +120,14 @@ def test_an_adaptive_weight_goes_on_bitwise_after_a_resume(one, folder, rows, wo
     batch = {"rows": rows, "advantages": worth, "keys": keys, "keeps_entropy": True}
 
     def steps(count):
-        return [one.call(layouts_worker.step, **batch)[0] for _ in range(count)]
+        return [one.step(**batch)[0] for _ in range(count)]
 
     first = steps(2)
-    one.call(worker.save, folder=tmp_path / "step-2")
+    one.save(folder=tmp_path / "step-2")
     rest, straight = steps(3), weights_of(one)
     found = [metrics["loss/entropy_weight"] for metrics in (*first, *rest)]
     assert found == pytest.approx([0.0, 0.1, 0.2, 0.25, 0.25])
-    one.call(worker.open_trainer, config=job(folder, optimizer=OPTIMIZER))
-    one.call(worker.load, folder=tmp_path / "step-2")
+    one.open_trainer(config=job(folder, optimizer=OPTIMIZER))
+    one.load(folder=tmp_path / "step-2")
     assert steps(3) == rest
     assert equal(straight, weights_of(one))

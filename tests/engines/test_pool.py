@@ -8,16 +8,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from engine_fixtures import prompt_of, reference_logprobs
+from engine_fixtures import prompt_of, reference_logprobs, started
 
-from relax_hpc.engines.generation import GenerationClient
-from relax_hpc.engines.pool import Pool
-from relax_hpc.engines.pool_engine import Endpoint, next_limit
-from relax_hpc.engines.process import start_engine
-from relax_hpc.engines.reply import Reply
-from relax_hpc.engines.response import Draft, Load, Sampling
-from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.errors import EngineError, EngineLostError
+from relax_hpc.inference.generation import Draft, GenerationClient, Load, ReplyAssembler, Sampling
+from relax_hpc.inference.pool import Endpoint, Pool, next_limit
 from relax_hpc.schema import FinishReason
 
 LONG = Sampling(1.0, 300, ignore_eos=True)
@@ -25,20 +20,14 @@ LONG = Sampling(1.0, 300, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def start(checkpoints, tmp_path_factory):
-    started, logs = [], tmp_path_factory.mktemp("engines")
+    running, logs = [], tmp_path_factory.mktemp("engines")
 
-    def start(**engine_args):
-        engine = start_engine(
-            EngineSpec("embedded", checkpoints[0], args=engine_args),
-            host="127.0.0.1",
-            token="right",
-            log_path=logs / f"{len(started)}.log",
-        )
-        started.append(engine)
-        return engine
+    def start(**args):
+        running.append(started("embedded", checkpoints[0], logs / f"{len(running)}.log", args=args))
+        return running[-1]
 
     yield start
-    for engine in started:
+    for engine in running:
         engine.stop()
 
 
@@ -159,7 +148,7 @@ def test_replies_tell_the_version_so_that_a_busy_engine_is_not_asked(
         )
         pool.enlist({endpoint(engine, "e"): "serving"})
         assert await pool.version() == 0
-        monkeypatch.setattr("relax_hpc.engines.pool_engine._VERSION_AGE_S", 3600)
+        monkeypatch.setattr("relax_hpc.inference.pool._VERSION_AGE_S", 3600)
         long = asyncio.create_task(pool.sample(prompt_of(6), 1, LONG))
         await until(lambda: pool.loads[0].counts.num_tokens > 20)
         await asyncio.to_thread(control.pause)
@@ -294,9 +283,9 @@ def test_a_sample_waits_for_an_engine_of_a_policy_that_is_new_enough(pair, check
         pool = make_pool([one, two], patience_s=0.5)
         assert await pool.version() == 0
         short = LONG._replace(max_new_tokens=5)
-        responses = await sample_all(pool, 3, sampling=short, min_version=1)
+        responses = await sample_all(pool, 3, sampling=short._replace(min_version=1))
         with pytest.raises(EngineError, match=r"version 2 or newer: e0 .* version 0, e1"):
-            await sample_all(pool, 1, sampling=short, min_version=2)
+            await sample_all(pool, 1, sampling=short._replace(min_version=2))
         await pool.aclose()
         return responses
 
@@ -360,7 +349,7 @@ def chunk(tokens, completion, version="0", finish=None, **meta):
 
 
 def test_chunks_of_what_is_new_and_of_everything_so_far_are_the_same_response():
-    new, whole = Reply("x", Draft(), 3), Reply("x", Draft(), 3)
+    new, whole = ReplyAssembler("x", Draft(), 3), ReplyAssembler("x", Draft(), 3)
     for part, so_far, count in (([5], [5], 1), ([6, 7], [5, 6, 7], 3), ([8], [5, 6, 7, 8], 4)):
         new.add(chunk(part, count, finish="length" if count == 4 else None))
         whole.add(chunk(so_far, count, finish="length" if count == 4 else None))
@@ -371,7 +360,7 @@ def test_chunks_of_what_is_new_and_of_everything_so_far_are_the_same_response():
 
 def test_a_reply_that_breaks_off_is_lost_and_its_draft_keeps_what_came():
     draft = Draft()
-    reply = Reply("x", draft, 3)
+    reply = ReplyAssembler("x", draft, 3)
     reply.add(chunk([5], 1))
     with pytest.raises(EngineLostError, match="broke off"):
         reply.finish()
@@ -380,7 +369,7 @@ def test_a_reply_that_breaks_off_is_lost_and_its_draft_keeps_what_came():
 
 def test_tokens_are_counted_to_the_policy_that_sampled_them_where_the_changes_are_known():
     draft, ours = Draft(), {"rid": 5}
-    reply = Reply("x", draft, 3)
+    reply = ReplyAssembler("x", draft, 3)
     reply.add(chunk([5] * 4, 4))
     reply.add(chunk([5] * 16, 20, version="3"))  # in which policy 1, 2 and 3 came
     assert draft.version_runs == [(0, 0)]  # the oldest, until they are known
@@ -390,9 +379,9 @@ def test_tokens_are_counted_to_the_policy_that_sampled_them_where_the_changes_ar
     reply.add(chunk([5], 25, version="4", finish="length", weight_versions=spans))
     reply.settle("rid", {4: {"rid": 25}})  # it was sampled, and booked after the change
     expected = [(0, 0), (5, 1), (19, 2), (20, 3)]
-    assert draft.finished(reply.finish()).version_runs == expected
+    assert draft.finish(reply.finish()).version_runs == expected
 
-    goes_on = Reply("x", draft, 28, version=3)
+    goes_on = ReplyAssembler("x", draft, 28, version=3)
     goes_on.add(chunk([5], 1, version="4"))
     goes_on.settle("another", {4: {}})  # the engine had not begun with it
     assert draft.version_runs == [*expected, (25, 4)]
@@ -412,13 +401,13 @@ def test_experts_of_a_response_in_two_pieces_are_those_of_every_token_once():
         return base64.b64encode(values.tobytes()).decode()
 
     draft = Draft()
-    reply = Reply("x", draft, 3)
+    reply = ReplyAssembler("x", draft, 3)
     reply.add(chunk([5, 6], 2, finish="abort", routed_experts=encoded(0, 4)))
     assert reply.finish() is FinishReason.ABORT
     assert sum(map(len, draft.experts)) == 4  # the last token has not been through the model
-    reply = Reply("x", draft, 5, version=1)
+    reply = ReplyAssembler("x", draft, 5, version=1)
     reply.add(chunk([7, 8], 2, version="1", finish="stop", routed_experts=encoded(4, 2)))
-    generation = draft.finished(reply.finish())
+    generation = draft.finish(reply.finish())
     expected = np.arange(12).reshape(6, 2)
     assert np.array_equal(generation.routed_experts[:6], expected)
     assert np.array_equal(generation.routed_experts[6], expected[5])

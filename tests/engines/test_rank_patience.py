@@ -5,17 +5,17 @@ import sys
 
 import pytest
 
-from relax_hpc.config.layout import Layout
-from relax_hpc.engines.megatron import grid
-from relax_hpc.run_secret import RunSecret
+from relax_hpc.config.model import Layout
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.trainer.megatron import grid
 
 RANK = """
 import sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from relax_hpc.comm.torch_group import init_torch
-from relax_hpc.comm.world import connect
-from relax_hpc.run_secret import RunSecret
+from relax_hpc.runtime.comm.torch_group import init_torch
+from relax_hpc.runtime.comm.world import connect
+from relax_hpc.runtime.files.run_secret import RunSecret
 rank, folder, timeout_s, late_s = int(sys.argv[1]), Path(sys.argv[2]), *map(float, sys.argv[3:])
 world = connect("files", rank=rank, size=2, rendezvous=folder / "met",
                 secret=RunSecret.read(folder / "secret"), timeout_s=120)

@@ -2,27 +2,24 @@
 
 import asyncio
 import itertools
-import json
 import time
 from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
-from fake_engines import served
+from fake_engines import listening, reply, served
 
-from relax_hpc.engines import pool_engine, requests
-from relax_hpc.engines.generation import GenerationClient
-from relax_hpc.engines.pool import Pool
-from relax_hpc.engines.pool_engine import Endpoint
-from relax_hpc.engines.response import Sampling
 from relax_hpc.errors import EngineError, EngineFaultError
+from relax_hpc.inference import pool
+from relax_hpc.inference.generation import GenerationClient, Sampling
+from relax_hpc.inference.pool import Endpoint, Pool
 
 HOW = Sampling(1.0, 2, ignore_eos=True)
 POISON, LONG = 666, 1
 
 
 class Engine:
-    """Speaks as SGLang does. `answer` of a seed is an HTTP status, or how a reply ends at once."""
+    """`answer` of a seed is an HTTP status, or how a reply ends at once."""
 
     def __init__(self, answer):
         self.answer, self.asked = answer, []
@@ -33,24 +30,16 @@ class Engine:
         what = self.answer(seed)
         if isinstance(what, int):
             return web.Response(status=what, text="CUDA error: of this prompt")
-        reply = web.StreamResponse()
-        await reply.prepare(request)
         if seed == LONG:
             await asyncio.sleep(30)
-        tokens = [] if what["type"] == "abort" else [[-0.5, 7], [-0.5, 8]]
-        meta = {
-            "finish_reason": what, "completion_tokens": len(tokens), "weight_version": "0",
-            "output_token_logprobs": tokens,
-        }  # fmt: skip
-        await reply.write(b"data: " + json.dumps({"meta_info": meta}).encode() + b"\n\n")
-        return reply
+        return await reply(request, what)
 
     def times(self, seed):
         return [at for each, at in self.asked if each == seed]
 
 
 def done(_):
-    return {"type": "length"}
+    return "length"
 
 
 @asynccontextmanager
@@ -64,8 +53,8 @@ async def pool_of(*engines):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(pool_engine, "_PAUSE_S", 0.01)
-    monkeypatch.setattr(pool_engine, "_LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(pool, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(pool, "_LONGEST_PAUSE_S", 0.05)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -86,7 +75,7 @@ def test_a_request_that_engines_fail_at_ends_while_others_go_on_and_says_why(siz
     names = ", ".join(f"e{number}" for number in range(size))
     assert "/generate: HTTP 500: CUDA error: of this prompt" in said
     assert said.endswith(f"no token in 16 answers of {names}")
-    assert sum(len(engine.times(POISON)) for engine in engines) == requests.MOST_FAULTS
+    assert sum(len(engine.times(POISON)) for engine in engines) == pool.MOST_FAULTS
 
 
 def test_an_engine_that_fails_at_everything_is_not_asked_for_ever():
@@ -105,7 +94,7 @@ def test_an_engine_that_fails_at_everything_is_not_asked_for_ever():
 
 def test_one_engine_that_fails_is_not_the_fault_of_a_request_that_others_may_take(monkeypatch):
     """The other one is full, and comes back later; what is sampled counts anew."""
-    monkeypatch.setattr(requests, "MOST_FAULTS", 3)
+    monkeypatch.setattr(pool, "MOST_FAULTS", 3)
     bad, good = Engine(lambda _: 500), Engine(done)
 
     async def run():
@@ -124,7 +113,7 @@ def test_one_engine_that_fails_is_not_the_fault_of_a_request_that_others_may_tak
 
 
 def test_an_engine_that_breaks_off_at_once_is_asked_again_after_a_pause_and_not_for_ever():
-    engine = Engine(lambda _: {"type": "abort", "message": "Aborted"})
+    engine = Engine(lambda _: "abort")
 
     async def run():
         async with pool_of(engine) as pool:
@@ -145,14 +134,8 @@ def test_replies_that_cannot_be_read_are_named_and_end_nothing_else(said):
         return web.Response(text=f"{said}\n\n")
 
     async def run():
-        app = web.Application()
-        app.add_routes([web.get("/{any:.*}", answer), web.post("/generate", answer)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-        async with GenerationClient(url, "t") as client:
+        routes = [web.get("/{any:.*}", answer), web.post("/generate", answer)]
+        async with listening(*routes) as url, GenerationClient(url, "t") as client:
             for asked, path in (
                 (client.version(), "/model_info"),
                 (client.load(), "/v1/loads"),
@@ -160,7 +143,6 @@ def test_replies_that_cannot_be_read_are_named_and_end_nothing_else(said):
             ):
                 with pytest.raises(EngineFaultError, match=f"^{url}{path}.*: a reply that cannot"):
                     await asked
-        await runner.cleanup()
 
     asyncio.run(run())
 

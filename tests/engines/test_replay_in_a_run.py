@@ -9,10 +9,10 @@ from sglang_under_test import SGLANG_PYTHON
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
+from relax_hpc.cli.demo import models
 from relax_hpc.cli.main import app
-from relax_hpc.demo import checkpoint
 from relax_hpc.runs.cancel import cancel
-from relax_hpc.telemetry.events import read_events
+from relax_hpc.runtime.telemetry.events import read_events
 
 STEPS, PROMPTS = 2, 8
 LAYERS, EXPERTS, PER_TOKEN = 4, 8, 2
@@ -47,8 +47,8 @@ max_staleness = 0
 
 def model(folder, *, experts):
     """A Qwen3 of random weights, with experts or without, and the tiny task's tokenizer."""
-    tokens = checkpoint.tokenizer()
-    shape = SHAPE | {"vocab_size": checkpoint.VOCAB_SIZE, "num_hidden_layers": LAYERS}
+    tokens = models.tokenizer()
+    shape = SHAPE | {"vocab_size": models.VOCAB_SIZE, "num_hidden_layers": LAYERS}
     shape |= {"intermediate_size": 128, "eos_token_id": tokens.eos_token_id, "bos_token_id": None}
     torch.manual_seed(0)
     if experts:
@@ -60,7 +60,7 @@ def model(folder, *, experts):
         )  # fmt: skip
     else:
         made = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=False))
-    checkpoint.save(folder, made.float(), tokens)
+    models.save(folder, made.float(), tokens)
 
 
 def steps_of(folder, name):

@@ -3,38 +3,24 @@
 import asyncio
 
 import megatron_reference
-import megatron_worker as worker
 import numpy as np
 import pytest
-from megatron_reference import collect
-from megatron_worker import job
-from sglang_under_test import SGLANG_PYTHON
+from engine_fixtures import started
+from trainers import collect, opened
 
-from relax_hpc.engines.generation import GenerationClient
-from relax_hpc.engines.process import start_engine
-from relax_hpc.engines.response import Sampling
-from relax_hpc.engines.spec import EngineSpec
+from relax_hpc.inference.generation import GenerationClient, Sampling
 from relax_hpc.schema import FinishReason, Trajectory
 
 LAYERS, EXPERTS, PER_TOKEN = 4, 8, 2
 DTYPE = "bfloat16"
-LAYOUTS = {
-    "1": (1, {}),
-    "tp2": (2, {"tp": 2}),
-    "ep2": (2, {"dp": 2, "layout": {"expert_parallel": 2}}),
-    "pp2": (2, {"layout": {"pipeline_parallel": 2}}),
-    "cp2": (2, {"layout": {"context_parallel": 2}}),
-}
 PROMPTS = [[5 + number, *range(20, 28 + number)] for number in range(8)]
 
 
-def sampled(folder, python, *, experts):
+def sampled(folder, *, experts):
     """Rows that an engine sampled."""
     how = Sampling(1.0, 60, ignore_eos=True, routed_experts=experts)
-    spec = EngineSpec("sglang", folder, dtype=DTYPE, routed_experts=experts, start_timeout_s=300)
-    with start_engine(
-        spec, host="127.0.0.1", token="right", log_path=folder / "engine.log", python=python
-    ) as process:
+    log = folder / "engine.log"
+    with started("sglang", folder, log, dtype=DTYPE, routed_experts=experts) as process:
 
         async def run():
             async with GenerationClient(process.url, process.token) as client:
@@ -57,11 +43,10 @@ def row(guid, prompt, response):
     )  # fmt: skip
 
 
-def gap(ranks, folder, rows, layout):
+def gap(ranks, folder, rows, grid="one"):
     """Mean abs(trainer - engine), nats, of the sampled tokens."""
-    size, options = LAYOUTS[layout]
-    ranks[size].call(worker.open_trainer, config=job(folder, dtype=DTYPE, budget=200, **options))
-    found = collect(ranks[size].call(worker.logprobs, rows=rows))
+    pool = opened(ranks, folder, grid, dtype=DTYPE, budget=200)
+    found = collect(pool.logprobs(rows=rows))
     gaps = [
         np.abs(mine - row.columns["rollout_logprobs"])[row.prompt_len :]
         for mine, row in zip(found, rows, strict=True)
@@ -75,12 +60,13 @@ def test_replay_brings_the_gap_of_a_mixture_down_to_that_of_a_dense_model(ranks,
     megatron_reference.mixture(
         tmp_path / "mixture", layers=LAYERS, experts=EXPERTS, per_token=PER_TOKEN
     )
-    dense = sampled(tmp_path / "dense", SGLANG_PYTHON, experts=False)
-    rows = sampled(tmp_path / "mixture", SGLANG_PYTHON, experts=True)
+    dense = sampled(tmp_path / "dense", experts=False)
+    rows = sampled(tmp_path / "mixture", experts=True)
     bare = [row._replace(routed_experts=None) for row in rows]
-    of_dense = gap(ranks, tmp_path / "dense", dense, "1")
-    without = gap(ranks, tmp_path / "mixture", bare, "1")
-    found = {layout: gap(ranks, tmp_path / "mixture", rows, layout) for layout in LAYOUTS}
+    of_dense = gap(ranks, tmp_path / "dense", dense)
+    without = gap(ranks, tmp_path / "mixture", bare)
+    grids = ("one", "tp2", "dp2_ep2", "pp2", "cp2")
+    found = {grid: gap(ranks, tmp_path / "mixture", rows, grid) for grid in grids}
     print(f"dense {of_dense:.2e}, without replay {without:.2e}, with it {found}")
     assert max(found.values()) <= of_dense
     assert without > 2 * max(found.values())

@@ -1,24 +1,17 @@
 """Rotary positions, plain and scaled: those of transformers, or refused by name."""
 
-import asyncio
-
 import pytest
 import torch
-from engine_fixtures import prompt_of, reference_logprobs
-from sglang_under_test import SGLANG_PYTHON
+from engine_fixtures import prompt_of, reference_logprobs, sampled, started
 from tiny_models import LLAMA3, SAVED, YARN, by_transformers, check, distance, linked, write
 
 from relax_hpc.config.engines import EnginePool
-from relax_hpc.engines.embedded.model import Shape
-from relax_hpc.engines.generation import GenerationClient
-from relax_hpc.engines.process import start_engine
-from relax_hpc.engines.response import Sampling
-from relax_hpc.engines.spec import EngineSpec
+from relax_hpc.config.hf_config import ConfigJson
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.config_json import ConfigJson
-from relax_hpc.models.registry import read_architecture
-from relax_hpc.models.rotary.rope import Rope
+from relax_hpc.inference.embedded.model import ModelShape
 from relax_hpc.roles.engine import check as engine_check
+from relax_hpc.trainer.models.registry import read_architecture
+from relax_hpc.trainer.models.rope import Rope
 
 WIDE = YARN | {"beta_fast": 1, "beta_slow": 0.1}
 
@@ -125,7 +118,7 @@ WRONG_ROPES = {
 def test_rotary_positions_that_are_not_computed_are_refused_by_name(tmp_path, case):
     value, message = WRONG_ROPES[case]
     write(tmp_path, "qwen3", rope_scaling=value)
-    for read in (read_architecture, Shape.read):
+    for read in (read_architecture, ModelShape.read):
         with pytest.raises(ConfigError) as refused:
             read(tmp_path)
         assert str(refused.value).startswith(f"{tmp_path / 'config.json'}: rope_scaling")
@@ -155,16 +148,8 @@ def test_sglang_reads_the_same_rotary_positions_from_the_folder(weights, tmp_pat
     folder.mkdir()
     linked(folder, weights["qwen3"], "qwen3", **ROPES[case])
     prompt = prompt_of(20)
-
-    async def run(process):
-        async with GenerationClient(process.url, process.token) as client:
-            return await client.sample(prompt, 1, Sampling(1.0, 40, ignore_eos=True))
-
-    with start_engine(
-        EngineSpec("sglang", folder, start_timeout_s=300), host="127.0.0.1", token="right",
-        log_path=tmp_path / "engine.log", python=SGLANG_PYTHON,
-    ) as process:  # fmt: skip
-        response = asyncio.run(run(process))
+    with started("sglang", folder, tmp_path / "engine.log") as process:
+        [response] = sampled(process, prompt, [1], max_new_tokens=40)
     expected = reference_logprobs(folder, prompt, response.token_ids)
     assert len(response.token_ids) == 40
     assert torch.tensor(response.logprobs).sub(expected).abs().max() <= 1e-5

@@ -6,13 +6,10 @@ import megatron_reference
 import numpy as np
 import pytest
 import torch
-from sglang_under_test import SGLANG_PYTHON
+from engine_fixtures import started
 
-from relax_hpc.engines.generation import GenerationClient
-from relax_hpc.engines.http import Http
-from relax_hpc.engines.process import start_engine
-from relax_hpc.engines.response import Draft, Sampling
-from relax_hpc.engines.spec import EngineSpec
+from relax_hpc.inference.generation import Draft, GenerationClient, Sampling
+from relax_hpc.inference.http import Http
 from relax_hpc.schema import FinishReason
 
 LAYERS, EXPERTS, PER_TOKEN = 3, 8, 2
@@ -27,11 +24,8 @@ def engine(request, tmp_path_factory):
     model = megatron_reference.mixture(
         folder / "model", layers=LAYERS, experts=EXPERTS, per_token=PER_TOKEN
     )
-    with start_engine(
-        EngineSpec(request.param, folder / "model", routed_experts=True, start_timeout_s=300),
-        host="127.0.0.1", token="right",
-        log_path=folder / "engine.log", python=SGLANG_PYTHON,
-    ) as process:  # fmt: skip
+    log = folder / "engine.log"
+    with started(request.param, folder / "model", log, routed_experts=True) as process:
         yield process, model.eval()
 
 

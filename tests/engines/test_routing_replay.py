@@ -1,39 +1,13 @@
 """Tokens go to the experts that a record says, as in a Hugging Face forward with forced routes."""
 
-import megatron_worker as worker
 import numpy as np
 import pytest
-from megatron_reference import (
-    clear_gradient,
-    collect,
-    force_routes,
-    mixture,
-    reference,
-    replayed,
-)
-from megatron_worker import job, trajectories
+from megatron_reference import force_routes, mixture, reference, replayed
+from trainers import FULL, assert_a_grid_equals, collect, equal, opened, selective, trajectories
 
 pytestmark = pytest.mark.long
 
 LAYERS, DENSE, EXPERTS, PER_TOKEN = 4, 1, 8, 3
-LAYOUTS = {
-    "1": (1, {}),
-    "tp2": (2, {"tp": 2}),
-    "ep2": (2, {"dp": 2, "layout": {"expert_parallel": 2}}),
-    "pp2": (2, {"layout": {"pipeline_parallel": 2}}),
-    "pp2_vpp2": (2, {"layout": {"pipeline_parallel": 2, "virtual_pipeline": 2}}),
-    "cp2": (2, {"layout": {"context_parallel": 2}}),
-    "tp2_cp2_ep4": (
-        4,
-        {"tp": 2, "layout": {"context_parallel": 2, "expert_parallel": 4}},
-    ),
-}
-RECOMPUTE = {
-    "full": {
-        "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
-    },
-    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-}  # fmt: skip
 
 
 def recorded(rows):
@@ -52,6 +26,9 @@ def recorded(rows):
     return found
 
 
+RECOMPUTE = {"full": FULL, "moe": selective("moe")}
+
+
 @pytest.fixture(scope="module")
 def forced(tmp_path_factory):
     folder = tmp_path_factory.mktemp("replayed")
@@ -62,14 +39,12 @@ def forced(tmp_path_factory):
     differs = force_routes(model, rows)
     found = reference(folder, model, num_steps=1)
     found.rows, found.differs = rows, {key: other.copy() for key, other in differs.items()}
+    found.batch["rows"] = rows
     return found
 
 
-def opened(ranks, forced, layout, **more):
-    size, options = LAYOUTS[layout]
-    options = dict(options) | {"optimizer": {"weight_decay": 0.1}} | more
-    ranks[size].call(worker.open_trainer, config=job(forced.folder, **options))
-    return ranks[size]
+def open_grid(ranks, forced, grid, **more):
+    return opened(ranks, forced.folder, grid, optimizer={"weight_decay": 0.1}, **more)
 
 
 def expected_shares(forced):
@@ -87,75 +62,58 @@ def expected_shares(forced):
     return differing / count, (wanted - count) / wanted
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_logprobs_gradient_and_update_are_those_of_forced_routes(ranks, forced, layout):
-    pool = opened(ranks, forced, layout)
-    found = collect(pool.call(worker.logprobs, rows=forced.rows))
-    for ours, theirs in zip(found, forced.logprobs, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
-    train = {"rows": forced.rows, "advantages": forced.advantages}
-    gradient = pool.call(worker.gradients, **train)[0]
-    for name, theirs in forced.gradients[0].items():
-        np.testing.assert_allclose(gradient[name], theirs, atol=1e-5, err_msg=name)
-    routers = [g for name, g in gradient.items() if name.endswith("mlp.gate.weight")]
+@pytest.mark.parametrize("grid", ["one", "tp2", "dp2_ep2", "pp2", "pp2_vpp2", "cp2", "tp2_cp2_ep4"])
+def test_logprobs_gradient_and_update_are_those_of_forced_routes(ranks, forced, grid):
+    metrics = assert_a_grid_equals(forced, lambda: open_grid(ranks, forced, grid))
+    routers = [g for name, g in forced.gradients[0].items() if name.endswith("mlp.gate.weight")]
     assert len(routers) == LAYERS - 1
     assert all(np.abs(gradient).max() > 1e-4 for gradient in routers)
-    pool = opened(ranks, forced, layout)
-    metrics = pool.call(worker.train, **train)[0]
-    assert metrics["grad_norm"] == pytest.approx(forced.norms[0], rel=1e-5)
-    assert (metrics["routing/differs"], metrics["routing/missing"]) == pytest.approx(
-        expected_shares(forced)
-    )
-    weights = pool.call(worker.weights)[0]
-    for name, theirs in forced.steps[0].items():
-        clear = clear_gradient(forced, name)
-        np.testing.assert_allclose(weights[name][clear], theirs[clear], atol=1e-5, err_msg=name)
+    shares = metrics["routing/differs"], metrics["routing/missing"]
+    assert shares == pytest.approx(expected_shares(forced))
 
 
 def test_without_a_record_the_router_chooses_and_logprobs_are_others(ranks, forced):
     bare = [row._replace(routed_experts=None) for row in forced.rows]
-    found = collect(opened(ranks, forced, "1").call(worker.logprobs, rows=bare))
+    found = collect(open_grid(ranks, forced, "one").logprobs(rows=bare))
     gaps = [np.abs(a - b).max() for a, b in zip(found, forced.logprobs, strict=True)]
     assert gaps[3] < 1e-5  # it never had one
     assert min(gaps[:3] + gaps[7:]) > 0.01
 
 
 @pytest.mark.parametrize("transformer", RECOMPUTE.values(), ids=RECOMPUTE)
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
-def test_what_is_computed_again_goes_the_same_way(ranks, forced, transformer, layout):
-    train = {"rows": forced.rows, "advantages": forced.advantages}
-    plain = opened(ranks, forced, layout).call(worker.gradients, **train)[0]
-    pool = opened(ranks, forced, layout, transformer=transformer)
-    again = pool.call(worker.gradients, **train)[0]
-    assert all(np.array_equal(again[name], gradient) for name, gradient in plain.items())
+@pytest.mark.parametrize("grid", ["tp2", "pp2"])
+def test_what_is_computed_again_goes_the_same_way(ranks, forced, transformer, grid):
+    plain = open_grid(ranks, forced, grid).gradients(**forced.batch)[0]
+    pool = open_grid(ranks, forced, grid, transformer=transformer)
+    again = pool.gradients(**forced.batch)[0]
+    assert equal(again, plain)
 
 
 def test_the_split_into_portions_and_micro_batches_changes_nothing(ranks, forced):
-    train = {"rows": forced.rows, "advantages": forced.advantages}
-    one = opened(ranks, forced, "1", budget=400).call(worker.train, **train)[0]
-    pool = opened(ranks, forced, "1", budget=25)
-    many = pool.call(worker.train, num_portions=3, **train)[0]
+    one = open_grid(ranks, forced, "one", budget=400).train(**forced.batch)[0]
+    pool = open_grid(ranks, forced, "one", budget=25)
+    many = pool.train(num_portions=3, **forced.batch)[0]
     for name in ("grad_norm", "loss", "logprob_gap/mean", "routing/differs", "routing/missing"):
         assert many[name] == pytest.approx(one[name], rel=1e-5), name
 
 
-@pytest.mark.parametrize("layout", ["1", "ep2", "pp2_vpp2"])
-def test_the_gap_to_the_sampler_is_measured_with_and_without_replay(ranks, forced, layout):
+@pytest.mark.parametrize("grid", ["one", "dp2_ep2", "pp2_vpp2"])
+def test_the_gap_to_the_sampler_is_measured_with_and_without_replay(ranks, forced, grid):
     sampled = [
         row.with_columns(rollout_logprobs=np.where(row.loss_mask, logprobs, 0).astype(np.float32))
         for row, logprobs in zip(forced.rows, forced.logprobs, strict=True)
     ]
-    pool = opened(ranks, forced, layout, budget=400)
-    metrics = pool.call(worker.train, rows=sampled, advantages=forced.advantages)[0]
+    pool = open_grid(ranks, forced, grid, budget=400)
+    metrics = pool.train(rows=sampled, advantages=forced.advantages)[0]
     assert metrics["logprob_gap/max"] < 1e-5
     assert metrics["routing/gap"] < 1e-6
     assert metrics["routing/gap_without"] > 0.05
-    metrics = pool.call(worker.train, rows=sampled, advantages=forced.advantages)[0]
+    metrics = pool.train(rows=sampled, advantages=forced.advantages)[0]
     assert "routing/gap_without" not in metrics  # a forward pass, not in every step
 
 
 def test_a_record_of_another_model_is_refused(ranks, forced):
     row = forced.rows[0]._replace(routed_experts=forced.rows[0].routed_experts[:, PER_TOKEN:])
-    pool = opened(ranks, forced, "1")
+    pool = open_grid(ranks, forced, "one")
     with pytest.raises(AssertionError, match=r"of trajectory 0/0: .* in 4 layers with 3 experts"):
-        pool.call(worker.logprobs, rows=[row])
+        pool.logprobs(rows=[row])

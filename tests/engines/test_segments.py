@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from relax_hpc import job_file
 from relax_hpc.algorithms.composition import objective_of
 from relax_hpc.bus.reader import BatchIndex
 from relax_hpc.bus.shards.encode import from_columns, to_columns
-from relax_hpc.demo import checkpoint
-from relax_hpc.engines.megatron import packing
-from relax_hpc.engines.response import Draft
-from relax_hpc.environments.record import Call, Record, sequences
-from relax_hpc.roles.dealing.portions import values_of
+from relax_hpc.cli.demo import models
+from relax_hpc.config import job_file
+from relax_hpc.environments.record import Call, EpisodeRecord, sequences
+from relax_hpc.inference.generation import Draft
+from relax_hpc.roles.dealing.portions import Comparison, values_of
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
+from relax_hpc.trainer.megatron import packing
 
 PROMPT, TOOL = [3, 5, 7], [9, 2]
 FIRST, SECOND = ([4, 6], [-1.0, -0.5]), ([8, 1, 4], [-2.0, -1.5, -0.25])
@@ -28,20 +28,20 @@ def call(given, sampled, logprobs):
 def whole():
     """Asked twice, the second time after the first answer and a word of a tool."""
     [sequence] = sequences(
-        Record([call(PROMPT, *FIRST), call([*PROMPT, *FIRST[0], *TOOL], *SECOND)])
+        EpisodeRecord([call(PROMPT, *FIRST), call([*PROMPT, *FIRST[0], *TOOL], *SECOND)])
     )
     return [sequence]
 
 
 def cut():
     """The same two answers after the same tokens, in a sequence each: the masks are disjoint."""
-    first = sequences(Record([call(PROMPT, *FIRST)]))
-    return first + sequences(Record([call([*PROMPT, *FIRST[0], *TOOL], *SECOND)]))
+    first = sequences(EpisodeRecord([call(PROMPT, *FIRST)]))
+    return first + sequences(EpisodeRecord([call([*PROMPT, *FIRST[0], *TOOL], *SECOND)]))
 
 
 def rows_of(episode):
     """A group of three episodes, of which the first is `episode`, from a shard of the bus."""
-    others = [sequences(Record([call(PROMPT, *each)])) for each in OTHERS]
+    others = [sequences(EpisodeRecord([call(PROMPT, *each)])) for each in OTHERS]
     group = [
         Trajectory(
             guid=0, sibling=sibling, segment=segment, prompt_index=0, seed=0,
@@ -73,7 +73,7 @@ def index_of(rows):
 
 @pytest.fixture(scope="module")
 def policy():
-    return checkpoint.model(checkpoint.tokenizer(), seed=3)
+    return models.model(models.tokenizer(), seed=3)
 
 
 def gradient(policy, rows, *, normalize_std, weigh=None):
@@ -89,7 +89,7 @@ def gradient(policy, rows, *, normalize_std, weigh=None):
         },
         source="test",
     ).algorithm  # fmt: skip
-    columns, _ = values_of(index_of(rows), settings, 3, longest=8)
+    columns, _ = values_of(index_of(rows), Comparison(settings, 3, longest=8))
     if weigh:
         columns = weigh(columns, rows)
     loss = objective_of(settings).loss

@@ -3,33 +3,16 @@
 import math
 from types import SimpleNamespace
 
-import megatron_worker as worker
 import numpy as np
 import pytest
 import sequence_ratio
 import torch
-from megatron_reference import dense
-from megatron_worker import job, trajectories
+from trainers import opened, trajectories
 
-from relax_hpc import job_file
 from relax_hpc.algorithms.algorithm import algorithm_of
 from relax_hpc.algorithms.composition import objective_of
+from relax_hpc.config import job_file
 from relax_hpc.errors import ConfigError
-
-LAYOUTS = {
-    "tp1": (1, {}),
-    "dp2": (2, {"dp": 2}),
-    "tp2": (2, {"tp": 2}),
-    "cp2": (2, {"layout": {"context_parallel": 2}}),
-}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    dense(folder, tied=False)
-    return folder
-
 
 TREE = {
     "name": "run", "model": {"path": "m"}, "prompts": {"train": "t"}, "schedule": {"num_steps": 1},
@@ -91,31 +74,28 @@ def test_its_loss_is_the_one_worked_by_hand():
 def test_it_trains_alike_in_any_split_into_micro_batches_portions_and_ranks(ranks, folder):
     """At first all ratios are 1: the loss is minus the mean advantage of the sequences."""
     found = []
-    splits = (
-        ("tp1", 100_000, 1),
-        ("tp1", 20, 3),
+    splits = [
+        ("one", 100_000, 1),
+        ("one", 20, 3),
         ("dp2", 20, 1),
         ("dp2", 50, 5),
         ("tp2", 50, 1),
         ("cp2", 50, 1),
-    )
+    ]
     rows, advantages = trajectories(24)
     sizes = np.array([int(row.loss_mask[1:].sum()) for row in rows])
     batch = {
         "rows": rows, "advantages": advantages, "loss": "sequence_ratio",
         "weights": np.ones(len(rows)),
     }  # fmt: skip
-    for layout, budget, num_portions in splits:
-        size, options = LAYOUTS[layout]
-        pool = ranks[size]
-        pool.call(worker.open_trainer, config=job(folder, **options, budget=budget))
-        found.append(pool.call(worker.train, **batch, num_portions=num_portions)[0])
+    for grid, budget, num_portions in splits:
+        pool = opened(ranks, folder, grid, budget=budget)
+        found.append(pool.train(**batch, num_portions=num_portions)[0])
     mean = float(advantages[sizes > 0].mean())
     for metrics in found:
         assert metrics["loss"] == pytest.approx(-mean, rel=1e-4, abs=1e-6)
         assert metrics["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=1e-4)
     # A mean over tokens has this gradient if a row is worth more, the fewer tokens it has.
     worth = advantages * sizes.sum() / (np.count_nonzero(sizes) * np.maximum(sizes, 1))
-    ranks[1].call(worker.open_trainer, config=job(folder))
-    by_token = ranks[1].call(worker.train, rows=rows, advantages=worth)[0]
+    by_token = opened(ranks, folder).train(rows=rows, advantages=worth)[0]
     assert found[0]["grad_norm"] == pytest.approx(by_token["grad_norm"], rel=1e-4)

@@ -2,22 +2,14 @@
 
 from types import SimpleNamespace
 
-import megatron_worker as worker
 import numpy as np
 import pytest
-import sft_worker
 import torch
-from megatron_worker import VOCAB
+from megatron_reference import dense
+from trainers import VOCAB, assert_close, layout_of, size_of
 
-from relax_hpc.config.sft import SftRunConfig
-from relax_hpc.prompts.documents import Document
-
-LAYOUTS = {
-    "tp1": (1, {}),
-    "tp2": (2, {"tensor_parallel": 2}),
-    "pp2": (2, {"pipeline_parallel": 2}),
-    "dp2": (2, {"data_parallel": 2}),
-}
+from relax_hpc.config.run import SftRunConfig
+from relax_hpc.data.documents import Document
 
 
 def documents(num=9, seed=0):
@@ -37,19 +29,8 @@ def documents(num=9, seed=0):
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """A Qwen3, and transformers' cross-entropy with labels that are -100 where not trained on."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, intermediate_size=128, max_position_embeddings=256,
-        tie_word_embeddings=False, initializer_range=0.08,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config).float()
     folder = tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
+    model = dense(folder)
     batch = documents()
     total = sum(document.num_trained for document in batch)
     losses = []
@@ -68,52 +49,47 @@ def reference(tmp_path_factory):
     )
 
 
-def job(folder, budget, layout):
-    return SftRunConfig.model_validate(
-        {
-            "name": "test",
-            "model": {"path": str(folder), "dtype": "float32"},
-            "sft": {"train": "unused", "batch_size": 9, "num_steps": 10},
-            "actor": {
-                "tokens_per_micro_batch": budget,
-                "optimizer": {"lr": 1e-3, "clip_grad": 0.0},
-                "layout": layout,
-            },
-        }
-    )
+def job(folder, grid, budget=48):
+    tree = {
+        "name": "test", "model": {"path": str(folder), "dtype": "float32"},
+        "sft": {"train": "unused", "batch_size": 9, "num_steps": 10},
+        "actor": {
+            "tokens_per_micro_batch": budget, "layout": layout_of(grid),
+            "optimizer": {"lr": 1e-3, "clip_grad": 0.0},
+        },
+    }  # fmt: skip
+    return SftRunConfig.model_validate(tree)
 
 
-def open_layout(ranks, folder, layout, budget=48):
-    size, grid = LAYOUTS[layout]
-    ranks[size].call(worker.open_trainer, config=job(folder, budget, grid))
-    return ranks[size]
+def open_grid(ranks, folder, grid, budget=48):
+    ranks[size_of(grid)].open_trainer(config=job(folder, grid, budget))
+    return ranks[size_of(grid)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_loss_and_gradient_are_those_of_transformers(ranks, reference, layout):
-    pool = open_layout(ranks, reference.folder, layout)
-    for found in pool.call(sft_worker.heldout_loss, documents=reference.batch):
+each_grid = pytest.mark.parametrize("grid", ["one", "tp2", "pp2", "dp2"])
+
+
+@each_grid
+def test_loss_and_gradient_are_those_of_transformers(ranks, reference, grid):
+    pool = open_grid(ranks, reference.folder, grid)
+    for found in pool.heldout_loss(documents=reference.batch):
         assert found.loss == pytest.approx(reference.loss, abs=1e-5)
     found = {}
-    for part in pool.call(sft_worker.gradients, documents=reference.batch):
+    for part in pool.gradients_of_documents(documents=reference.batch):
         found |= part
-    assert found.keys() == reference.gradients.keys()
-    for name, gradient in found.items():
-        np.testing.assert_allclose(gradient, reference.gradients[name], atol=1e-5, err_msg=name)
+    assert_close(found, reference.gradients)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_packing_and_layout_change_neither_the_loss_nor_what_is_learned(ranks, reference, layout):
+@each_grid
+def test_packing_and_layout_change_neither_the_loss_nor_what_is_learned(ranks, reference, grid):
     afterwards, counts = [], []
     for budget in (24, 48, 400):
-        pool = open_layout(ranks, reference.folder, layout, budget)
-        told = pool.call(sft_worker.fine_tune, documents=reference.batch)
+        pool = open_grid(ranks, reference.folder, grid, budget)
+        told = pool.fine_tune(documents=reference.batch)
         for _, metrics in told:
             assert metrics["loss"] == pytest.approx(reference.loss, abs=1e-5)
         counts.append(told[0][0])
-        afterwards += [
-            m.loss for m in pool.call(sft_worker.heldout_loss, documents=documents(9, 1))
-        ]
+        afterwards += [m.loss for m in pool.heldout_loss(documents=documents(9, 1))]
     assert counts[0] > counts[1] > counts[2] == 1
     assert afterwards == pytest.approx([afterwards[0]] * len(afterwards), abs=1e-5)
 
@@ -121,12 +97,12 @@ def test_packing_and_layout_change_neither_the_loss_nor_what_is_learned(ranks, r
 def test_what_is_not_trained_on_has_no_effect_through_the_loss_and_none_on_its_neighbours(
     ranks, reference
 ):
-    pool = open_layout(ranks, reference.folder, "tp1")
-    alone = pool.call(sft_worker.heldout_loss, documents=reference.batch[:1])[0]
+    pool = open_grid(ranks, reference.folder, "one")
+    alone = pool.heldout_loss(documents=reference.batch[:1])[0]
     swapped = [
         document._replace(token_ids=document.token_ids[::-1].copy()) if n else document
         for n, document in enumerate(reference.batch)
     ]
     nothing = [d._replace(loss_mask=np.zeros_like(d.loss_mask)) for d in swapped[1:]]
-    among = pool.call(sft_worker.heldout_loss, documents=[swapped[0], *nothing])[0]
+    among = pool.heldout_loss(documents=[swapped[0], *nothing])[0]
     assert among == pytest.approx(alone, abs=1e-6)

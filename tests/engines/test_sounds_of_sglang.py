@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from engine_fixtures import started
 from seer import (
     AUDIO,
     IMAGE,
@@ -12,6 +13,7 @@ from seer import (
     VIDEO,
     Hearer,
     ask,
+    assert_update_is_seen,
     clip,
     film,
     make,
@@ -22,12 +24,10 @@ from sglang_under_test import SGLANG_PYTHON
 from test_media_of_sglang import Half, groups
 
 from relax_hpc.bus.shards.encode import from_columns, to_columns
-from relax_hpc.engines import capabilities
-from relax_hpc.engines.megatron.vision.stretches import position_ids
-from relax_hpc.engines.process import start_engine
-from relax_hpc.engines.spec import EngineSpec
-from relax_hpc.media.expand import Span
-from relax_hpc.media.stored import Stored
+from relax_hpc.data.media.expand import MediaSpan
+from relax_hpc.data.media.stored import StoredMedium
+from relax_hpc.inference import capabilities
+from relax_hpc.trainer.megatron.packing import position_ids
 
 pytestmark = [pytest.mark.sglang, pytest.mark.skipif(not SGLANG_PYTHON, reason="needs SGLang")]
 
@@ -43,12 +43,10 @@ def hearer(tmp_path_factory):
     made = Hearer(folder)
     made.whole = whole
     log_path = tmp_path_factory.mktemp("log") / "engine.log"
-    spec = EngineSpec("sglang", folder, args={"chunked_prefill_size": CHUNK}, start_timeout_s=240)
+    args = {"chunked_prefill_size": CHUNK}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_TEST_RETRACT", "1")
-        with start_engine(
-            spec, host="127.0.0.1", token="a right token", log_path=log_path, python=SGLANG_PYTHON
-        ) as made.process:
+        with started("sglang", folder, log_path, args=args) as made.process:
             yield made
 
 
@@ -80,8 +78,7 @@ def test_logprobs_are_hugging_faces_of_the_same_arrays(hearer, tmp_path, case):
     text, media = CASES[case]
     prompt = hearer.prompt(text, *media(tmp_path))
     [generation] = ask(hearer, [prompt])
-    reference = hearer.logprobs(prompt, generation.token_ids)
-    assert (torch.tensor(generation.logprobs) - reference).abs().max() <= TOLERANCE
+    assert hearer.gap(prompt, generation).max() <= TOLERANCE
 
 
 def test_sounds_of_all_lengths_are_heard_apart(hearer, tmp_path):
@@ -92,39 +89,23 @@ def test_sounds_of_all_lengths_are_heard_apart(hearer, tmp_path):
     ]
     for _ in range(2):
         for prompt, made in zip(prompts, ask(hearer, prompts, new=3), strict=True):
-            reference = hearer.logprobs(prompt, made.token_ids)
-            assert (torch.tensor(made.logprobs) - reference).abs().max() <= TOGETHER
-    other = hearer.logprobs(prompts[0], made.token_ids)
-    assert prompts[0][0] == prompts[-1][0] and (other - reference).abs().max() > 1e-3
+            assert hearer.gap(prompt, made).max() <= TOGETHER
+    of_last, of_first = (hearer.logprobs(each, made.token_ids) for each in (prompt, prompts[0]))
+    assert prompts[0][0] == prompt[0] and (of_first - of_last).abs().max() > 1e-3
 
 
 def test_placeholders_in_a_draft_are_text(hearer, tmp_path):
     prompt = hearer.prompt(AUDIO + "what?", sound(tmp_path, 1))
     draft = [65, hearer.audio, hearer.audio, 66, hearer.image, 67]
     [generation] = ask(hearer, [prompt], draft=draft, new=18)
-    reference = hearer.logprobs(prompt, generation.token_ids)
-    got = torch.tensor(generation.logprobs)
-    assert generation.token_ids[:6] == draft and len(got) == 18
-    assert (got - reference)[6:].abs().max() <= TOLERANCE
+    assert generation.token_ids[:6] == draft and len(generation.logprobs) == 18
+    assert hearer.gap(prompt, generation)[6:].max() <= TOLERANCE
 
 
 def test_an_update_of_the_tower_that_hears_is_heard_at_once(hearer, tmp_path):
+    make(tmp_path / "other", kind="omni", seed=6, like=hearer.whole)
     prompt = hearer.prompt(AUDIO + "what?", sound(tmp_path, 79))
-    [before] = ask(hearer, [prompt])
-    folder = tmp_path / "other"
-    make(folder, kind="omni", seed=6, like=hearer.whole)
-    client = hearer.process.client()
-    try:
-        client.update_weights_from_disk(str(folder), 1)
-        [after] = ask(hearer, [prompt])
-        old = hearer.logprobs(prompt, after.token_ids)
-        new = Hearer(folder).logprobs(prompt, after.token_ids)
-        assert (torch.tensor(after.logprobs) - new).abs().max() <= TOLERANCE
-        assert (new - old).abs().max() > 1e-2
-        assert before.version_runs == [(0, 0)] and after.version_runs == [(0, 1)]
-    finally:
-        client.update_weights_from_disk(str(hearer.folder), 2)
-        client.close()
+    assert_update_is_seen(hearer, Hearer(tmp_path / "other"), prompt)
 
 
 def heard(medium):
@@ -147,8 +128,8 @@ def test_a_video_of_the_data_is_heard_by_engine_and_trainer_alike(hearer, tmp_pa
     for group in groups(hearer, tmp_path, Half(), 2, **settings):
         for row in from_columns(to_columns([group])):
             assert len(row.media) == 2 * len(rows[row.prompt_index]["videos"])
-            media = [heard(Stored(m, "a row").canonical(hearer.recipe)) for m in row.media]
-            spans = [Span(*map(int, span)) for span in row.media_spans]
+            media = [heard(StoredMedium(m, "a row").canonical(hearer.recipe)) for m in row.media]
+            spans = [MediaSpan(*map(int, span)) for span in row.media_spans]
             tokens = row.token_ids.tolist()
             ids, response = tokens[: row.prompt_len], tokens[row.prompt_len :]
             reference = hearer.logprobs_of(ids, media, spans, response)

@@ -6,14 +6,12 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-import text_worker as worker
-from megatron_reference import collect
-from megatron_worker import job, trajectories
 from safetensors.torch import load_file, save_file
 from seen_rows import make
+from trainers import collect, equal, job, opened, trajectories
 
-from relax_hpc.demo import seeing
-from relax_hpc.models.hf_files import SINGLE
+from relax_hpc.cli.demo import models as seeing
+from relax_hpc.trainer.models.hf_files import SINGLE
 
 SEES, READS = "model.language_model.", "model."
 
@@ -44,23 +42,21 @@ def models(tmp_path_factory):
 
 def test_logprobs_gradients_and_updates_are_bitwise_those_of_the_language_model(ranks, models):
     rows, advantages = trajectories(12, longest=40)
-    batch, pool, found = {"rows": rows, "advantages": advantages}, ranks[1], []
+    batch, found = {"rows": rows, "advantages": advantages}, []
     for folder in (models.reads, models.sees):
-        config = job(folder, budget=90)
-        pool.call(worker.open_trainer, config=config)
-        logprobs = collect(pool.call(worker.logprobs, rows=rows))
-        [gradients] = pool.call(worker.gradients, **batch)
-        pool.call(worker.open_trainer, config=config)
-        pool.call(worker.train, **batch, num_steps=2)
-        [weights] = pool.call(worker.weights)
+        pool = opened(ranks, folder, budget=90)
+        logprobs = collect(pool.logprobs(rows=rows))
+        [gradients] = pool.gradients(**batch)
+        opened(ranks, folder, budget=90)
+        pool.train(**batch, num_steps=2)
+        [weights] = pool.weights()
         found.append((logprobs, gradients, weights))
     (theirs, *of_language), (mine, *of_both) = found
-    assert all(map(np.array_equal, mine, theirs))
+    assert equal(mine, theirs)
     for language, both in zip(of_language, of_both, strict=True):
         own = {name.replace(SEES, READS): each for name, each in both.items()}
-        assert language.keys() <= own.keys() and len(language) > 50
-        for name, expected in language.items():
-            assert np.array_equal(own[name], expected), name
+        assert len(language) > 50
+        assert equal({name: own[name] for name in language}, language)
 
 
 @pytest.mark.soak
@@ -81,9 +77,9 @@ def test_a_step_takes_as_long(ranks, tmp_path):
         job(models.reads, budget=512),
     ]
     pool, batch = ranks[1], {"rows": rows, "advantages": advantages}
-    pool.call(worker.open_trainers, configs=configs)
-    pool.call(worker.seconds, **batch, repeats=2)  # the first ones make what is kept
-    rounds = [pool.call(worker.seconds, **batch, repeats=10)[0] for _ in range(6)]
+    pool.open_trainers(configs=configs)
+    pool.seconds(**batch, repeats=2)  # the first ones make what is kept
+    rounds = [pool.seconds(**batch, repeats=10)[0] for _ in range(6)]
     taken = np.median(np.concatenate(rounds, axis=1), axis=1)
     for name, of in zip(("sees", "reads, a second one"), taken[1:], strict=True):
         clock, thread = of / taken[0]

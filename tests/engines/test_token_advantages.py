@@ -1,20 +1,9 @@
 """Advantages of tokens are made where rows are read, alike in any split of the batch."""
 
-import megatron_worker as worker
 import numpy as np
 import pytest
 from discounted import GAMMA
-from megatron_reference import dense
-from megatron_worker import job, trajectories
-
-LAYOUTS = {"one": (1, {}), "dp2": (2, {"dp": 2}), "cp2": (2, {"layout": {"context_parallel": 2}})}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    dense(folder, tied=False)
-    return folder
+from trainers import opened, trajectories
 
 
 def test_discounted_returns_train_alike_in_any_split_and_as_worked_by_hand(ranks, folder):
@@ -28,21 +17,17 @@ def test_discounted_returns_train_alike_in_any_split_and_as_worked_by_hand(ranks
         ):
             worth = GAMMA * worth + (float(reward) if trained else 0.0)
             total, count = total + worth * bool(trained), count + int(trained)
-    found = []
-    for layout, budget, portions in (
-        ("one", 1000, 1),
-        ("one", 20, 3),
-        ("dp2", 50, 2),
-        ("cp2", 50, 1),
-    ):
-        size, options = LAYOUTS[layout]
-        ranks[size].call(worker.open_trainer, config=job(folder, **options, budget=budget))
-        unused = np.full(len(rows), np.nan, np.float32)
-        found.append(
-            ranks[size].call(
-                worker.train, rows=rows, advantages=unused, loss="discounted", num_portions=portions
-            )[0]
+    unused = np.full(len(rows), np.nan, np.float32)
+    batch = {"rows": rows, "advantages": unused, "loss": "discounted"}
+    found = [
+        opened(ranks, folder, grid, budget=budget).train(**batch, num_portions=portions)[0]
+        for grid, budget, portions in (
+            ("one", 1000, 1),
+            ("one", 20, 3),
+            ("dp2", 50, 2),
+            ("cp2", 50, 1),
         )
+    ]
     for metrics in found:
         assert metrics["loss"] == pytest.approx(-total / count, rel=1e-4)
         assert metrics["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=1e-4)

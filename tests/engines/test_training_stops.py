@@ -2,44 +2,36 @@
 
 from types import SimpleNamespace
 
-import megatron_worker as worker
 import numpy as np
 import pytest
-from engine_fixtures import save_checkpoint
-from megatron_worker import job, trajectories
+from trainers import job, opened, trajectories
 
 from relax_hpc.bus.plan import PlanRecord
-from relax_hpc.checkpoints import saving
-from relax_hpc.checkpoints.pending import Saved
-from relax_hpc.comm.world import SoloWorld
-from relax_hpc.config.sft import SftRunConfig
+from relax_hpc.config.run import SftRunConfig
 from relax_hpc.errors import TrainingError
-from relax_hpc.paths import RunPaths
 from relax_hpc.roles.actor import loop as actor
 from relax_hpc.roles.dealing.portions import Portion
 from relax_hpc.roles.sft import loop as sft
-from relax_hpc.roles.training import skips
+from relax_hpc.roles.training import duties as skips
+from relax_hpc.runtime.comm.world import SoloWorld
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.trainer.checkpoints import saving
+from relax_hpc.trainer.checkpoints.store import Saved
 
 BAD = SimpleNamespace(reason="the loss is not finite", samples=(), num_samples=0, is_model=False)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("models") / "qwen3", 0)
-
-
-@pytest.mark.parametrize("layout", [{"data_parallel": 2}, {"pipeline_parallel": 2}])
+@pytest.mark.parametrize("grid", ["dp2", "pp2"])
 @pytest.mark.parametrize(
     ("dtype", "rate"),
     [("float32", 1e30), ("float16", 1e6)],  # no square in float32; no number in float16
 )
 def test_an_update_that_breaks_the_weights_ends_training_on_every_rank(
-    ranks, folder, layout, dtype, rate
+    ranks, folder, grid, dtype, rate
 ):
     rows, advantages = trajectories(6)
-    config = job(folder, dtype=dtype, layout=layout, optimizer={"lr": rate})
-    ranks[2].call(worker.open_trainer, config=config)
-    said = ranks[2].call(worker.train_fails, rows=rows, advantages=advantages)
+    pool = opened(ranks, folder, grid, dtype=dtype, optimizer={"lr": rate})
+    said = pool.train_fails(rows=rows, advantages=advantages)
     assert said[0] == said[1]
     assert said[0].startswith(f"step 1: with a learning rate of {rate:g} its update made weights")
 
@@ -48,16 +40,16 @@ def test_weights_that_give_no_sample_finite_logprobs_are_told_from_bad_samples(r
     rows, advantages = trajectories(6)
     silent = rows[0]._replace(loss_mask=np.zeros_like(rows[0].loss_mask), guid=99)
     rows, advantages = [*rows, silent], np.append(advantages, 0.0)
-    ranks[2].call(worker.open_trainer, config=job(folder, dp=2))
+    pool = opened(ranks, folder, "dp2")
     rows[0].token_ids[0] = 120
-    ranks[2].call(worker.break_embedding, token=120)
+    pool.break_embedding(token=120)
     batch = {"rows": rows, "advantages": advantages}
-    assert ranks[2].call(worker.train, **batch)[0]["skipped"] == 1.0
-    assert [skip.is_model for skip in ranks[2].call(worker.skip)] == [False, False]
+    assert pool.train(**batch)[0]["skipped"] == 1.0
+    assert [skip.is_model for skip in pool.skip()] == [False, False]
     for row in rows:
         row.token_ids[0] = 120
-    assert ranks[2].call(worker.train, **batch)[0]["skipped"] == 1.0
-    assert [skip.is_model for skip in ranks[2].call(worker.skip)] == [True, True]
+    assert pool.train(**batch)[0]["skipped"] == 1.0
+    assert [skip.is_model for skip in pool.skip()] == [True, True]
 
 
 def test_a_broken_model_ends_training_at_once_and_bad_samples_after_a_while():
@@ -89,7 +81,7 @@ class Trainer:
         self.skip = SimpleNamespace(**vars(BAD), in_a_row=self.in_a_row) if self.in_a_row else None
         return {}
 
-    def named_weights(self):
+    def stream_weights(self):
         return iter(())
 
 
@@ -98,16 +90,15 @@ class Rank0:
 
     position = None
 
-    def __init__(self, said):
-        self.said = said
-
-    def next_batch(self):
-        return [sft.Share([], [])]
+    def __init__(self, kind, said):
+        self.kind, self.said = kind, said
 
     def heldout(self):
-        return [sft.Share([], [])]
+        return [sft.RankBatch([], [])]
 
-    def next_portion(self, step, timers):
+    def next_task(self, step, timers):
+        if self.kind == "sft":
+            return [sft.RankBatch([], [])]
         return Portion(PlanRecord(step, [], [], 0, 0, 0), {}, [[]], [])
 
     def check_fenced(self):
@@ -116,7 +107,7 @@ class Rank0:
     def release(self):
         pass
 
-    def skipped(self, step, skip):
+    def note_skipped(self, step, skip):
         self.said.append(("skipped", step))
 
     def end_step(self, step, fields, timers):
@@ -149,13 +140,9 @@ def train(tmp_path):
             )
         else:
             config = job("unused").model_validate(
-                tree
-                | {
-                    "prompts": {"train": "unused"},
-                    "schedule": {"num_steps": num_steps},
-                }
+                tree | {"prompts": {"train": "unused"}, "schedule": {"num_steps": num_steps}}
             )
-        rank0, world = Rank0(said), SoloWorld()
+        rank0, world = Rank0(kind, said), SoloWorld()
         checkpoints = SimpleNamespace(
             poll=list, wait=list,
             save=lambda trainer, *_: said.append(("saved", trainer.step)) or [Saved(trainer.step)],

@@ -6,22 +6,18 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from engine_fixtures import reference_logprobs
+from engine_fixtures import reference_logprobs, started
 
-from relax_hpc import job_file
 from relax_hpc.bus.shards.encode import from_columns, to_columns
-from relax_hpc.demo import checkpoint
-from relax_hpc.engines.generation import GenerationClient
-from relax_hpc.engines.megatron import packing
-from relax_hpc.engines.pool import Pool
-from relax_hpc.engines.pool_engine import Endpoint
-from relax_hpc.engines.process import start_engine
-from relax_hpc.engines.response import Sampling
-from relax_hpc.engines.spec import EngineSpec
-from relax_hpc.environments.base import Outcome
-from relax_hpc.prompts.conversation import Conversation
-from relax_hpc.prompts.source import Prompt
+from relax_hpc.cli.demo import models
+from relax_hpc.config import job_file
+from relax_hpc.data.conversation import Conversation
+from relax_hpc.data.source import Prompt
+from relax_hpc.environments.environment import Outcome
+from relax_hpc.inference.generation import GenerationClient, Sampling
+from relax_hpc.inference.pool import Endpoint, Pool
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
+from relax_hpc.trainer.megatron import packing
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -42,24 +38,18 @@ class Doubt:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder, tokens = tmp_path_factory.mktemp("model"), checkpoint.tokenizer()
+    folder, tokens = tmp_path_factory.mktemp("model"), models.tokenizer()
     tokens.chat_template = TEMPLATE
-    checkpoint.save(folder, checkpoint.model(tokens, seed=0), tokens)
+    models.save(folder, models.model(tokens, seed=0), tokens)
     return folder, tokens
 
 
 @pytest.fixture(scope="module")
 def engines(model, tmp_path_factory):
     logs = tmp_path_factory.mktemp("engines")
-    started = [
-        start_engine(
-            EngineSpec("embedded", model[0]), host="127.0.0.1", token="right",
-            log_path=logs / f"{n}.log",
-        )
-        for n in range(2)
-    ]  # fmt: skip
-    yield started
-    for engine in started:
+    running = [started("embedded", model[0], logs / f"{n}.log") for n in range(2)]
+    yield running
+    for engine in running:
         engine.stop()
 
 
@@ -118,7 +108,7 @@ class Prompts:
     def __init__(self, conversation):
         self.conversation = conversation
 
-    async def asked(self, guid):
+    async def fetch(self, guid):
         messages = [{"role": "user", "content": f"{guid}+2="}]
         return Prompt(guid, self.conversation.encode("a test", messages), "", messages)
 

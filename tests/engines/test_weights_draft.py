@@ -7,8 +7,8 @@ import httpx
 import pytest
 from sglang_under_test import SGLANG_PYTHON
 
-from relax_hpc.comm.orders import Order
-from relax_hpc.engines.client import EngineClient
+from relax_hpc.inference.client import EngineClient
+from relax_hpc.runtime.comm.orders import Order
 
 pytestmark = pytest.mark.sglang
 

@@ -6,7 +6,7 @@ import pytest
 import sync_worker
 from houses import at_that_moment, house_of, kill, publish, trainer, wait_until
 
-from relax_hpc.models.weight_files import Manifest
+from relax_hpc.trainer.models.weight_files import Manifest
 
 pytestmark = pytest.mark.long
 
@@ -45,7 +45,7 @@ def test_all_ranks_write_and_every_engine_loads_what_was_written(house):
     for folder in house.paths.weights.iterdir():
         manifest = Manifest.read(folder)
         assert len(manifest.files) == 2  # of two ranks
-        assert manifest.damaged(folder) == []
+        assert manifest.find_damaged(folder) == []
     held = house.engines[0].client().checksum()
     house.engines[0].client().update_weights_from_disk(str(house.checkpoints[3 % 3]), 3)
     assert house.engines[0].client().checksum() == held
@@ -138,7 +138,7 @@ def test_a_trainer_killed_while_it_publishes_is_followed_by_one_that_can(house):
             process.join()
         pool.shutdown(wait=True)
     for folder in house.paths.weights.glob("v*"):
-        assert Manifest.read(folder).damaged(folder) == []
+        assert Manifest.read(folder).find_damaged(folder) == []
     with trainer(house) as ranks:
         done = publish(ranks, house, 14, check=True)
         assert (done["members"], done["fenced"]) == (house.ids, [])

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from seer import AUDIO, IMAGE, TOLERANCE, VIDEO, Hearer, Seer, ask, clip, make, sound, source
 from sglang_under_test import SGLANG_PYTHON
 
-from relax_hpc.media import wire
-from relax_hpc.models.hf_files import SINGLE
+from relax_hpc.data.media import spool
+from relax_hpc.trainer.models.hf_files import SINGLE
 
 pytestmark = [
     pytest.mark.long, pytest.mark.sglang,
@@ -98,8 +98,8 @@ def test_a_request_that_names_an_older_policy_sees_by_the_new_tower(
     seer = towers[0]
     seer.process = house.engines[0]
     prompt = shown(seer, tmp_path, 3)
-    plain = wire.text_of
-    monkeypatch.setattr(wire, "text_of", lambda view, _, **how: plain(view, 0, **how))
+    plain = spool.text_of
+    monkeypatch.setattr(spool, "text_of", lambda view, _, **how: plain(view, 0, **how))
     with trainer(house) as ranks:
         for version in range(3):
             assert publish(ranks, house, version)["members"] == house.ids

@@ -8,19 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from engine_fixtures import prompt_of, reference_logprobs
-from houses import (
-    ENGINE_ARGS,
-    at_that_moment,
-    freeze,
-    house_of,
-    kill,
-    publish,
-    trainer,
-    wait_until,
-)
+from houses import ENGINE_ARGS, at_that_moment, freeze, house_of, kill, publish, trainer, wait_until
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from relax_hpc.engines.response import Draft, Sampling
+from relax_hpc.inference.generation import Draft, Sampling
 from relax_hpc.schema import FinishReason
 
 pytestmark = pytest.mark.long
@@ -148,7 +139,8 @@ def test_requests_go_on_with_keys_of_the_policy_before_or_of_the_new_one_as_is_a
         assert error <= 1e-4 if recompute else error > 1e-2
 
 
-def test_a_trainer_killed_in_an_update_leaves_engines_that_the_next_one_can_update(house):
+def test_a_trainer_killed_in_an_update_leaves_engines_that_start_again_and_can_be_updated(house):
+    """G3: the next trainer may hold an older policy, so requests must not go on in place."""
     with trainer(house) as ranks:
         publish(ranks, house, 1)
         pool = ThreadPoolExecutor(1)
@@ -159,6 +151,9 @@ def test_a_trainer_killed_in_an_update_leaves_engines_that_the_next_one_can_upda
             process.join()
         pool.shutdown(wait=True)
     with trainer(house) as ranks:
+        assert publish(ranks, house, 3)["members"] == []
+        assert {at.state for at in house.roster.members.values()} == {"FENCED"}
+        house.announce()
         done = publish(ranks, house, 3, check=True)
         assert (done["members"], done["fenced"]) == (house.ids, [])
         assert done["verified"]["equal"]

@@ -2,14 +2,12 @@
 
 import json
 
-import megatron_worker as worker
 import numpy as np
 import torch
 from hf_logprobs import hf_logprobs
-from megatron_reference import collect
-from megatron_worker import VOCAB, job, trajectories
+from trainers import VOCAB, assert_close, collect, opened, trajectories
 
-from relax_hpc.engines.embedded.model import Decoder, KvCache, Shape
+from relax_hpc.inference.embedded.model import Decoder, KvCache, ModelShape
 
 BASE = {
     "vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -27,17 +25,9 @@ LLAMA3 = {
 }  # fmt: skip
 FAMILIES = {
     "llama": BASE
-    | {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "rope_scaling": LLAMA3,
-    },
+    | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_scaling": LLAMA3},
     "mistral": BASE
-    | {
-        "model_type": "mistral",
-        "architectures": ["MistralForCausalLM"],
-        "sliding_window": 64,
-    },
+    | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 64},
     "qwen3": BASE | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
     "qwen2": BASE | {"model_type": "qwen2"},
     "qwen3_moe": BASE | EXPERTS,
@@ -87,7 +77,7 @@ def by_transformers(folder):
 
 def by_engine(folder):
     """Returns the logprob of every token, one by one, with the cache."""
-    model = Decoder(Shape.read(folder), torch.float32, torch.device("cpu"))
+    model = Decoder(ModelShape.read(folder), torch.float32, torch.device("cpu"))
     model.load_folder(folder)
     found = []
     for row in ROWS:
@@ -104,14 +94,11 @@ def by_engine(folder):
 
 
 def check(ranks, folder, expected, *, engine):
-    ranks[1].call(worker.open_trainer, config=job(folder, budget=64))
-    for mine, theirs in zip(
-        collect(ranks[1].call(worker.logprobs, rows=ROWS)), expected, strict=True
-    ):
-        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    assert_close(collect(opened(ranks, folder).logprobs(rows=ROWS)), expected)
     if engine:
-        for mine, theirs in zip(by_engine(folder), expected, strict=True):
-            np.testing.assert_allclose(mine, theirs[-len(mine) :], atol=1e-5)
+        found = by_engine(folder)
+        ends = [theirs[-len(mine) :] for mine, theirs in zip(found, expected, strict=True)]
+        assert_close(found, ends)
 
 
 def distance(found, other):

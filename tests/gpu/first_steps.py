@@ -9,13 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-from relax_hpc import job_file
+from relax_hpc.config import job_file
 from relax_hpc.launch import record, states
 from relax_hpc.launch.submit import submit
-from relax_hpc.paths import RunPaths
 from relax_hpc.runs import cancel, status
 from relax_hpc.runs.resume import resume
-from relax_hpc.telemetry.events import Event, read_events
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import Event, read_events
 
 LIMIT_S = 400
 

@@ -14,9 +14,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from relax_hpc.bench.shapes import SHAPES, model_folder
-from relax_hpc.engines.megatron.flops import PEAK, training_flops
-from relax_hpc.models.registry import read_architecture
+from relax_hpc.cli.bench.shapes import SHAPES, model_folder
+from relax_hpc.trainer.megatron.costs import PEAK, training_flops
+from relax_hpc.trainer.models.registry import read_architecture
 
 TOKENS, CHUNK, STEPS = 16384, 2048, 6
 

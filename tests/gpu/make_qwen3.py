@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from relax_hpc.bench.shapes import SHAPES
-from relax_hpc.demo import arithmetic, checkpoint
+from relax_hpc.cli.bench.shapes import SHAPES
+from relax_hpc.cli.demo import models, tasks
 
 folder, shape = Path(sys.argv[1]), SHAPES[sys.argv[2] if len(sys.argv) > 2 else "qwen3-0.6b"]
-tokenizer = checkpoint.tokenizer()
+tokenizer = models.tokenizer()
 ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
 if len(sys.argv) > 3:
     shape = shape | {"num_hidden_layers": int(sys.argv[3])}
@@ -25,4 +25,4 @@ with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 model.save_pretrained(folder / "model")
 tokenizer.save_pretrained(folder / "model")
-arithmetic.write(folder, 2, 1024, 16, 0)
+tasks.write_additions(folder, 2, 1024, 16, 0)

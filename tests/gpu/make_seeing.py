@@ -24,8 +24,8 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from relax_hpc.demo import hearing, seeing, shapes, tones
-from relax_hpc.records import read_json, write_json
+from relax_hpc.cli.demo import models, tasks
+from relax_hpc.runtime.files.records import read_json, write_json
 
 VOCAB = 151936
 ROPE = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
@@ -68,7 +68,7 @@ LARGEST = 16384 * 32 * 32
 
 
 def vl_4b(tokens: Any) -> Any:
-    tiny = seeing.model("vl", tokens, seed=0).config.to_dict()
+    tiny = models.seeing_model("vl", tokens, seed=0).config.to_dict()
     tiny["text_config"] |= TEXT_4B
     tiny["vision_config"] |= TOWER_4B
     config = Qwen3VLConfig(**tiny)
@@ -76,7 +76,7 @@ def vl_4b(tokens: Any) -> Any:
 
 
 def vl_30b(tokens: Any, layers: int) -> Any:
-    tiny = seeing.model("vl-moe", tokens, seed=0).config.to_dict()
+    tiny = models.seeing_model("vl-moe", tokens, seed=0).config.to_dict()
     tiny["text_config"] |= TEXT_VL_30B | {"num_hidden_layers": layers}
     tiny["vision_config"] |= TOWER_30B
     config = Qwen3VLMoeConfig(**(tiny | {"tie_word_embeddings": False}))
@@ -84,7 +84,7 @@ def vl_30b(tokens: Any, layers: int) -> Any:
 
 
 def omni(tokens: Any, layers: int) -> Any:
-    config = hearing.model(tokens, seed=0).config
+    config = models.hearing_model(tokens, seed=0).config
     made = config.to_dict()
     thinker = made["thinker_config"]
     thinker["text_config"] |= TEXT_OMNI | {"num_hidden_layers": layers}
@@ -101,18 +101,17 @@ side = int(sys.argv[3]) if len(sys.argv) > 3 else 1024
 seconds = int(sys.argv[4]) if len(sys.argv) > 4 else 0
 layers = int(sys.argv[5]) if len(sys.argv) > 5 else 4
 hears = "omni" in shape
-kind = hearing if hears else seeing
-tokens = kind.tokenizer()
+tokens = (models.hearing_tokenizer if hears else models.seeing_tokenizer)()
 torch.manual_seed(0)
 with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
     if shape == "tiny":
-        made = seeing.model("vl", tokens, seed=0)
+        made = models.seeing_model("vl", tokens, seed=0)
     elif hears:
         made = omni(tokens, layers)
     else:
         made = vl_30b(tokens, layers) if "30b" in shape else vl_4b(tokens)
 folder.mkdir(parents=True, exist_ok=True)
-(tones if hears else shapes).write(folder, 96, 16, 0)
+(tasks.write_tones if hears else tasks.write_shapes)(folder, 96, 16, 0)
 
 
 def enlarge(file: Path) -> None:
@@ -149,7 +148,7 @@ if seconds:
     for file in folder.glob("*.jsonl"):
         text = file.read_text().replace("<image>", "<video>").replace('"images":', '"videos":')
         file.write_text(text.replace(".png", ".mp4"))
-kind.save(folder / "model", made, tokens)
+(models.save_hearing if hears else models.save_seeing)(folder / "model", made, tokens)
 file = folder / "model" / "preprocessor_config.json"
 bounds = {"min_pixels": 64 * 64, "max_pixels": LARGEST}
 size = {"size": {"shortest_edge": 64 * 64, "longest_edge": LARGEST}}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# run_train.sh [OUT [WHAT...]] - the trainer's figures in docs/benchmarks.md, on a machine with GPUs and no
+# run_train.sh [OUT [WHAT...]] - the trainer's figures in tests/bench/results/training.md, on a machine with GPUs and no
 # network. With relax_hpc, megatron-core and, best, cudnn (nvidia-cudnn-frontend) importable; it uses the
 # GPUs of CUDA_VISIBLE_DEVICES.
 #

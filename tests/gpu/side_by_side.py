@@ -101,7 +101,7 @@ def next_run(
 
 
 def main() -> None:
-    tables = tomllib.loads(Path(sys.argv[1]).read_text())
+    tables = tomllib.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     pack, limit = str(Path(sys.argv[2]).resolve()), float(sys.argv[3] if sys.argv[3:] else 1e9)
     results = Path(os.environ.get("RESULTS", "side-by-side")).resolve()
     listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)

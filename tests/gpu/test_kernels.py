@@ -14,14 +14,13 @@ if not torch.cuda.is_available():
 
 import torch.distributed as dist
 
-from relax_hpc.engines.megatron.attention import choice
-from relax_hpc.engines.megatron.attention.packed_attention import PackedRows, Span
-from relax_hpc.engines.megatron.layers import fused, logprobs
-from relax_hpc.engines.megatron.optimizer import adam
-from relax_hpc.engines.megatron.optimizer.adam import Shard, ShardedAdamW
-from relax_hpc.engines.megatron.vision.attention import of_towers
-from relax_hpc.models.rotary.rotation import rotated
-from relax_hpc.models.vision.attention import Lengths
+from relax_hpc.trainer.megatron import adam
+from relax_hpc.trainer.megatron.adam import ParameterShard, ShardedAdamW
+from relax_hpc.trainer.megatron.layers import attention_kernels, dense, logprobs
+from relax_hpc.trainer.megatron.layers.attention import PackedRows, PackedSpan
+from relax_hpc.trainer.megatron.layers.attention_kernels import of_towers
+from relax_hpc.trainer.megatron.layers.logprobs import LogprobHead
+from relax_hpc.trainer.models.towers import SequenceOffsets, rotate
 
 DEVICE = torch.device("cuda", 0)
 HEADS, GROUPS, D = 8, 2, 128
@@ -51,7 +50,7 @@ def relative(mine, theirs):
     return float((mine - theirs).norm() / theirs.norm().clamp_min(1e-30))
 
 
-def dense(query, key, value, span: Span, scale):
+def by_hand(query, key, value, span: PackedSpan, scale):
     """Document by document, in float64, with the mask written out."""
     outs, at, of = [], 0, 0
     for queries, keys in zip(span.run.query_lengths, span.run.key_lengths, strict=True):
@@ -80,7 +79,7 @@ def spans(mix, size):
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("kernel", ["cudnn", "varlen", "sdpa"])
 def test_attention_and_its_gradient_are_those_of_a_dense_one(kernel, mix, size):
-    attend = choice.choose(kernel, DEVICE, torch.bfloat16)
+    attend = attention_kernels.choose(kernel, DEVICE, torch.bfloat16)
     for span in spans(mix, size):
         torch.manual_seed(0)
         made = [
@@ -93,7 +92,7 @@ def test_attention_and_its_gradient_are_those_of_a_dense_one(kernel, mix, size):
         ]
         upstream = torch.randn_like(made[0])
         results = []
-        for how in (attend, dense):
+        for how in (attend, by_hand):
             inputs = [x.clone().requires_grad_() for x in made]
             out = how(*inputs, span, 0.1)
             out.backward(upstream.to(out.dtype))
@@ -105,7 +104,7 @@ def test_attention_and_its_gradient_are_those_of_a_dense_one(kernel, mix, size):
 @pytest.mark.parametrize("channels", [64, 72])
 @pytest.mark.parametrize("mix", [[1024], [1000], [700, 3, 1, 250, 128], [104] * 30])
 def test_attention_of_towers_is_that_of_a_dense_one(mix, channels):
-    kernel = of_towers(choice.choose("cudnn", DEVICE, torch.bfloat16))
+    kernel = of_towers(attention_kernels.choose("cudnn", DEVICE, torch.bfloat16))
     torch.manual_seed(0)
     size = sum(mix), 16, channels
     made = [torch.randn(size, device=DEVICE, dtype=torch.bfloat16) for _ in "qkv"]
@@ -119,7 +118,7 @@ def test_attention_of_towers_is_that_of_a_dense_one(mix, channels):
         ]
         return torch.cat([out.transpose(0, 1) for out in outs])
 
-    mine = gradients(lambda *x: kernel(*x, Lengths.of(mix, DEVICE)), made, [upstream])
+    mine = gradients(lambda *x: kernel(*x, SequenceOffsets.of(mix, DEVICE)), made, [upstream])
     theirs = gradients(plain, made, [upstream])
     for what, a, b in zip("oqkv", mine, theirs, strict=True):
         assert relative(a, b) < 0.012, what
@@ -148,7 +147,7 @@ def test_heads_are_turned_as_complex_numbers_in_float64(shape):
         both = torch.complex(first, second) * turns.view(shape[0], *[1] * (len(shape) - 2), -1)
         return torch.cat([both.real, both.imag], dim=-1)
 
-    mine = gradients(lambda wide: rotated(wide[..., : shape[-1]], rotation), [wide], [upstream])
+    mine = gradients(lambda wide: rotate(wide[..., : shape[-1]], rotation), [wide], [upstream])
     theirs = gradients(plain, [wide], [upstream])
     assert all(relative(a, b) < 0.004 for a, b in zip(mine, theirs, strict=True))
 
@@ -182,14 +181,14 @@ def test_fused_passes_are_those_of_plain_torch_in_float64(tokens):
         return functional.silu(gate) * up
 
     for mine, plain, inputs, outs in (
-        (lambda h, w: fused.rms_norm(h, w, 1e-6), norm, [(tokens, 1, 2560), (2560,)],
+        (lambda h, w: dense.rms_norm(h, w, 1e-6), norm, [(tokens, 1, 2560), (2560,)],
          [(tokens, 1, 2560)]),
-        (lambda h, w: fused.rms_norm_beside(h, w, 1e-6), lambda h, w: (norm(h, w), h),
+        (lambda h, w: dense.rms_norm_beside(h, w, 1e-6), lambda h, w: (norm(h, w), h),
          [(tokens, 1, 2560), (2560,)], [(tokens, 1, 2560)] * 2),
-        (lambda m, q, k: fused.norm_and_rotate(m, q, k, rotation, 1e-6), plain_rotate,
+        (lambda m, q, k: dense.norm_and_rotate(m, q, k, rotation, 1e-6), plain_rotate,
          [(tokens, GROUPS, HEADS // GROUPS + 2, D), (D,), (D,)],
          [(tokens, HEADS, D), (tokens, GROUPS, D), (tokens, GROUPS, D)]),
-        (fused.swiglu, plain_swiglu, [(tokens, 1, 5120)], [(tokens, 1, 2560)]),
+        (dense.swiglu, plain_swiglu, [(tokens, 1, 5120)], [(tokens, 1, 2560)]),
     ):  # fmt: skip
         made, upstreams = [normal(*size) for size in inputs], [normal(*size) for size in outs]
         ours = gradients(mine, made, upstreams)
@@ -221,7 +220,7 @@ def test_output_layer_of_32k_tokens_and_152k_vocabulary_fits_in_4_gib_extra(alon
 
     def both():
         values, entropy = logprobs.hidden_logprobs(
-            hidden, weight, targets, temperature=0.9, group=alone, float32_logits=float32_logits
+            hidden, weight, targets, LogprobHead(0.9, alone, float32_logits)
         )
         values.backward(upstream)
         return values.detach(), entropy
@@ -273,8 +272,8 @@ def test_the_entropys_gradient_is_that_of_float64(alone, float32_logits):
             logprobs, "_CHUNK_BYTES", 1024 * 5000 * (4 if float32_logits else 2)
         ):
             values, entropy = logprobs.hidden_logprobs(
-                mine, weight, targets, temperature=0.7, group=alone,
-                float32_logits=float32_logits, entropy_gradient=True,
+                mine, weight, targets,
+                LogprobHead(0.7, alone, float32_logits, entropy_gradient=True),
             )  # fmt: skip
             (values @ of_logprobs + entropy @ of_entropy).backward()
         h = hidden.double().requires_grad_()
@@ -309,7 +308,7 @@ def test_the_entropys_gradient_costs_little_of_the_output_layer(alone):
         torch.cuda.synchronize()
         begin.record()
         values, entropy = logprobs.hidden_logprobs(
-            hidden, weight, targets, temperature=1.0, group=alone, entropy_gradient=with_entropy
+            hidden, weight, targets, LogprobHead(1.0, alone, entropy_gradient=with_entropy)
         )
         (values @ upstream + entropy.sum() * 1e-3).backward()
         end.record()
@@ -332,7 +331,7 @@ def test_the_weights_gradient_is_that_of_torch(alone):
     table.gather(1, targets[:, None])[:, 0].backward(upstream.double())
     weight.main_grad = torch.ones(5000, 256, device=DEVICE)  # is added to
     values, _ = logprobs.hidden_logprobs(
-        hidden, weight, targets, temperature=1.0, group=alone, float32_logits=True
+        hidden, weight, targets, LogprobHead(1.0, alone, float32_logits=True)
     )
     values.backward(upstream)
     assert relative(weight.main_grad - 1, wide.grad) < 0.01
@@ -349,7 +348,7 @@ def test_adam_in_one_pass_is_torchs(offload, kind):
     theirs = main.clone().requires_grad_()
     torchs = torch.optim.AdamW([theirs], **groups)
     grad, weight = torch.empty_like(main, dtype=kind), torch.empty_like(main, dtype=torch.bfloat16)
-    shard = Shard(main, grad, weight)
+    shard = ParameterShard(main, grad, weight)
     mine = ShardedAdamW([{"params": [main]} | groups], [shard], offload=offload)
     assert main.is_cuda is not bool(offload)
     for _ in range(4):
@@ -374,7 +373,7 @@ def test_adam_through_host_memory_and_on_the_cpu_is_the_same(moments, monkeypatc
         torch.manual_seed(1)
         mains, grads = torch.randn(2, 1_000_003).unbind(), torch.randn(3, 2, 1_000_003)
         shards = [
-            Shard(
+            ParameterShard(
                 main.to(device),
                 torch.empty(len(main), device=device),
                 main.to(device, torch.bfloat16),

@@ -11,9 +11,9 @@ if not torch.cuda.is_available():
 
 from types import SimpleNamespace
 
-from relax_hpc.engines.megatron.moe import experts, permutation, router
-from relax_hpc.engines.megatron.moe import kernels as kernels_moe
-from relax_hpc.engines.megatron.moe.experts import Groups
+from relax_hpc.trainer.megatron.layers import experts, router
+from relax_hpc.trainer.megatron.layers import kernels as kernels_moe
+from relax_hpc.trainer.megatron.layers.experts import ExpertRows
 
 DEVICE = torch.device("cuda", 0)
 HIDDEN, WIDTH = 256, 96
@@ -64,7 +64,7 @@ def test_experts_are_those_of_float64_whatever_the_sizes_of_the_groups(mix, main
         for weight in (first, second):
             weight.main_grad = torch.ones(weight.shape, device=DEVICE)
     how = (lambda: rows.detach().clone()) if again else None
-    out = experts._experts(rows, weights, first, second, Groups.of(counts, DEVICE), how)
+    out = experts._experts(rows, weights, first, second, ExpertRows.of(counts, DEVICE), how)
     out.backward(grad)
     theirs = expected(rows, weights, first, second, counts, grad)
     mine = [out, rows.grad, weights.grad, first.grad, second.grad]
@@ -86,7 +86,7 @@ def test_rows_are_copied_bitwise_and_summed_in_float32(dtype):
     rows = draw(1003, 2048, dtype=dtype)
     goes = torch.rand(1003, 40, device=DEVICE) < 0.1
     goes[17] = False
-    moves = permutation.moves(goes, int(goes.sum()), int(goes.sum(1).max()))
+    moves = experts.moves(goes, int(goes.sum()), int(goes.sum(1).max()))
     copies = kernels_moe.take_rows(rows, moves.row)
     assert torch.equal(copies, rows[moves.row])
     noise = draw(*copies.shape, dtype=dtype)
@@ -115,7 +115,7 @@ def test_logits_of_the_router_are_not_rounded_to_bfloat16():
 def test_experts_repeat_bitwise():
     torch.manual_seed(0)
     counts = COUNTS["odd"]
-    groups = Groups.of(counts, DEVICE)
+    groups = ExpertRows.of(counts, DEVICE)
     rows, weights = draw(sum(counts), HIDDEN), torch.rand(sum(counts), device=DEVICE)
     made = SimpleNamespace(first=draw(8, 2, WIDTH, HIDDEN), second=draw(8, HIDDEN, WIDTH))
     outs = [

@@ -1,14 +1,7 @@
 """`run.py`: plants mistakes in copies of the tree, one at a time; says which the tests notice.
 
-The mistakes are in the TOML files beside this one, a file per area:
-
-    [[mutant]]
-    name = "what is wrong then"            # unique
-    file = "relax_hpc/roles/actor/loop.py"
-    old = "text that occurs there once"
-    new = "what stands there instead"
-    tests = ["tests/unit/test_actor.py"]   # what pytest is given
-    survives = "why no test notices it"    # only where none does
+The mistakes are in the TOML files beside this one, a file per area; `planting.py` says in which
+format.
 
 Exit code: 0; 1 if too few were noticed; 2 if the tests fail without a mistake, or none was chosen.
 """
@@ -28,11 +21,12 @@ import sys
 import tempfile
 import threading
 import time
-import tomllib
 import venv
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from planting import Mutant, Tree, load
 
 ROOT = Path(__file__).parents[2]
 ENOUGH = 0.9
@@ -68,32 +62,11 @@ for line in sys.stdin:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mutant:
-    area: str
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: list[str]
-    survives: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class Result:
     mutant: Mutant
     noticed_by: str
     """The first test that failed, or what else happened; empty if none did."""
     seconds: float
-
-
-def load() -> list[Mutant]:
-    """All mistakes, area by area."""
-    lists = sorted(Path(__file__).parent.glob("*.toml"))
-    return [
-        Mutant(area=path.stem, **fields)
-        for path in lists
-        for fields in tomllib.loads(path.read_text())["mutant"]
-    ]
 
 
 class Copy:
@@ -104,6 +77,7 @@ class Copy:
         for file in _files():
             (self._tree / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, self._tree / file, follow_symlinks=False)
+        self._source = Tree(self._tree)
         self._python = self._environment(folder / "venv")
         asked = "import relax_hpc; print(relax_hpc.__file__)"
         found = subprocess.check_output([self._python, "-I", "-c", asked], cwd=folder, text=True)
@@ -131,23 +105,22 @@ class Copy:
 
     @contextlib.contextmanager
     def planted(self, mutant: Mutant) -> Iterator[None]:
-        path = self._tree / mutant.file
-        text = path.read_text()
-        assert text.count(mutant.old) == 1, f"{mutant.name}: {mutant.old!r} is not there once"
-        self._write(path, text.replace(mutant.old, mutant.new))
+        planting = self._source.planting(mutant)
+        text = planting.path.read_text(encoding="utf-8")
+        self._write(planting.path, planting.text)
         try:
             yield
         finally:
-            self._write(path, text)
+            self._write(planting.path, text)
 
     def _write(self, path: Path, text: str) -> None:
         """Compiled code is known by its source's size and second: too coarse here."""
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
     def test(self, tests: Sequence[str]) -> tuple[int, str]:
         """Exit code and output of pytest; what takes too long is ended with its children."""
-        with tempfile.NamedTemporaryFile("r") as out:
+        with tempfile.NamedTemporaryFile("r", encoding="utf-8") as out:
             print(json.dumps([out.name, *tests]), file=self._forks.stdin, flush=True)
             child = int(self._forks.stdout.readline())
             late = threading.Timer(RUN_S, _end, [child])
@@ -212,17 +185,19 @@ def report(results: list[Result], path: Path) -> float:
     for result in results:
         mutant = result.mutant
         if not result.noticed_by:
-            print(f"  {mutant.file}: {mutant.name}: {mutant.survives or 'NO REASON GIVEN'}")
+            print(f"  {mutant.where}: {mutant.name}: {mutant.survives or 'NO REASON GIVEN'}")
         elif mutant.survives:
-            print(f"  but {mutant.file}: {mutant.name}: was, by {result.noticed_by}")
+            print(f"  but {mutant.where}: {mutant.name}: was, by {result.noticed_by}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
+    path.write_text(
+        json.dumps([dataclasses.asdict(result) for result in results], indent=1), encoding="utf-8"
+    )
     return sum(bool(result.noticed_by) for result in results) / len(results)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", help="an area, or a part of a name or file")
+    parser.add_argument("--only", action="append", help="an area, or a part of a name or place")
     parser.add_argument("--jobs", type=int, default=2, help="copies at work at a time")
     parser.add_argument("--list", action="store_true", help="only say which there are")
     parser.add_argument("--report", type=Path, default=ROOT / "build" / "mutants.json")
@@ -231,17 +206,20 @@ def main() -> int:
         mutant
         for mutant in load()
         if not options.only
-        or any(only == mutant.area or only in mutant.name + mutant.file for only in options.only)
+        or any(
+            only == mutant.area or only in f"{mutant.where}: {mutant.name}" for only in options.only
+        )
     ]
     if options.list:
         for mutant in chosen:
-            print(f"{mutant.area}: {mutant.file}: {mutant.name}")
+            print(f"{mutant.area}: {mutant.where}: {mutant.name}")
         return 0
     if not chosen:
         print("no such mutant", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="relax-mutants-") as folder:
+        Path(folder).chmod(0o711)  # tests/security runs its copies as other users, too
         made = [Copy(Path(folder) / str(number)) for number in range(options.jobs)]
         copies = queue.SimpleQueue[Copy]()
         for copy in made:

@@ -10,9 +10,9 @@ import json
 import sys
 from pathlib import Path
 
-from relax_hpc import job_file
-from relax_hpc.bench.modes.long_tail import Lengths
-from relax_hpc.prompts import tokenizer
+from relax_hpc.cli.bench.long_tail import LengthDistribution
+from relax_hpc.config import job_file
+from relax_hpc.data import tokenizer
 from relax_hpc.roles.rollout import prompt_check
 from relax_hpc.roles.rollout.episodes import seed_of
 
@@ -30,7 +30,7 @@ for guid in range(len(source)):
     key = ",".join(map(str, prompt.token_ids))
     assert key not in lengths, "two prompts are alike: verl's could not be told apart"
     if mean:
-        lengths[key] = [Lengths(mean, p99).draw(seed) for seed in seeds]
+        lengths[key] = [LengthDistribution(mean, p99).draw(seed) for seed in seeds]
     else:
         lengths[key] = [p99] * len(seeds)
     rows.append(
@@ -44,7 +44,7 @@ for guid in range(len(source)):
         }
     )
 if mean:
-    Lengths(mean, p99).write(out)
+    LengthDistribution(mean, p99).write(out)
 (out / "lengths.json").write_text(json.dumps(lengths))
 for name, some in (("train", rows), ("heldout", rows[:16])):
     (out / f"{name}.json").write_text("".join(json.dumps(row) + "\n" for row in some))

@@ -1,10 +1,13 @@
 """Attacks by somebody who is on the node, or on its network, and does not know the secret."""
 
+import os
 import pickle
 import shutil
 import socket
 import struct
 import subprocess
+import sys
+import traceback
 from contextlib import suppress
 from pathlib import Path
 
@@ -71,3 +74,40 @@ def talk(host, port, mark):
             connections.append(connection)
             connection.sendall(opening)
     return connections
+
+
+def as_user(user, function, *, groups=(), umask=0o077, before=lambda: None):
+    """Runs a function as another user, in a child of this process; what it prints is returned.
+
+    Args:
+        user: number of the user, and of its own group.
+        function: takes nothing.
+        groups: numbers of the groups that it is in besides.
+        umask: of the child.
+        before: is called as root in the child, e.g. by who knows its id.
+    """
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 70
+        try:
+            os.close(read)
+            before()
+            os.setgroups([user, *groups])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+            os.umask(umask)
+            with os.fdopen(write, "w", errors="replace") as said:
+                sys.stdout = sys.stderr = said
+                function()
+                code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else bool(end.code)
+        except Exception:  # noqa: BLE001
+            os.write(2, traceback.format_exc().encode())
+        finally:
+            os._exit(code)
+    os.close(write)
+    with os.fdopen(read, errors="replace") as told:
+        said = told.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said

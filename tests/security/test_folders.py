@@ -11,20 +11,20 @@ import pytest
 from adversary import as_nobody, bomb, needs_another_user
 from typer.testing import CliRunner
 
-from relax_hpc import permissions
-from relax_hpc.bench import algorithms
-from relax_hpc.cli.bench import bench
+from relax_hpc.cli.bench import bus
+from relax_hpc.cli.bench.commands import bench
 from relax_hpc.errors import LaunchError
-from relax_hpc.paths import RunPaths
-from relax_hpc.run_secret import RunSecret
-from relax_hpc.scratch import COMPILED, compiled_folder, scratch_folder
+from relax_hpc.runtime.files import permissions
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.runtime.files.scratch import COMPILED, scratch_folder, use_private_folder
+from relax_hpc.runtime.paths import RunPaths
 
 
 @pytest.fixture
 def paths(tmp_path):
     """A run directory where bombs stand in place of every file that a launcher might read."""
     paths = RunPaths(tmp_path / "run")
-    with permissions.masked(0o077):
+    with permissions.set_umask(0o077):
         paths.component("actor").mkdir(parents=True)
         paths.programs.mkdir()
         for name in ("job_submitted.pkl", "job_0_result.pkl", "job_0_done"):
@@ -87,7 +87,7 @@ def test_what_lies_in_the_run_is_named_or_parsed_and_never_executed(paths, tmp_p
 
 def test_a_secret_is_made_once_and_its_owners_alone(tmp_path):
     path = tmp_path / "secret"
-    with permissions.masked(0):
+    with permissions.set_umask(0):
         made = RunSecret.create(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with pytest.raises(FileExistsError):
@@ -114,7 +114,7 @@ def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(tmp_pat
     hold = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from relax_hpc.scratch import scratch_folder\n"
+        "from relax_hpc.runtime.files.scratch import scratch_folder\n"
         "with scratch_folder(sys.argv[2], Path(sys.argv[1])) as folder:\n"
         "    (folder / 'token').write_text('x')\n"
         "    print(folder, flush=True)\n"
@@ -159,13 +159,13 @@ def where_compiled(temporary, monkeypatch, said=None):
     """Where torch's compiler keeps what it made, and that folder's mode, within a task."""
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     environment = {} if said is None else {COMPILED: said}
-    with compiled_folder(environment):
+    with use_private_folder(environment):
         found = Path(environment[COMPILED])
         return found, stat.S_IMODE(found.stat().st_mode) if found.exists() else None
 
 
 def test_what_torch_compiled_lies_in_a_folder_of_ours_that_stays(tmp_path, monkeypatch):
-    with permissions.masked(0):
+    with permissions.set_umask(0):
         first, mode = where_compiled(tmp_path, monkeypatch)
     assert first.parent == tmp_path and mode == 0o700
     (first / "kernel").touch()
@@ -205,7 +205,7 @@ def test_a_folder_that_another_user_made_first_is_not_used(tmp_path, monkeypatch
 def test_a_task_has_torch_keep_what_it_compiles_in_a_folder_of_its_own(tmp_path):
     """Asks torch itself, with the umask of a careless colleague."""
     run = tmp_path / "run"
-    with permissions.masked(0o077):
+    with permissions.set_umask(0o077):
         RunPaths(run).component("actor").mkdir(parents=True)
     task = (
         "from relax_hpc.launch import entry\n"
@@ -232,10 +232,19 @@ def test_a_benchmark_compiles_in_that_folder_too(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv(COMPILED, str(tmp_path / "torchinductor_me"))  # what it is set to is undone
     found = []
-    monkeypatch.setattr(
-        algorithms, "measure", lambda *_, **__: found.append(os.environ[COMPILED]) or []
-    )
-    monkeypatch.setattr(algorithms, "markdown", lambda results: "measured")
-    answer = CliRunner().invoke(bench, ["algorithms", "--preset", "grpo"])
-    assert (answer.exit_code, answer.output.strip()) == (0, "measured"), answer.output
+    monkeypatch.setattr(bus, "measure", lambda *_: found.append(os.environ[COMPILED]) or [])
+    answer = CliRunner().invoke(bench, ["bus"])
+    assert answer.exit_code == 0, answer.output
     assert found == [str(tmp_path / f"relax-compiled-{os.geteuid()}")]
+
+
+def test_nothing_is_kept_in_a_temporary_folder_where_others_may_replace_it(tmp_path, monkeypatch):
+    """S2: as kernels are not; without a sticky bit a folder that is ours can be renamed."""
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with scratch_folder("engine") as folder:
+        assert not folder.is_relative_to(tmp_path)
+    assert not where_compiled(tmp_path, monkeypatch)[0].is_relative_to(tmp_path)
+    tmp_path.chmod(0o1777)
+    with scratch_folder("engine") as folder:
+        assert folder.parent == tmp_path

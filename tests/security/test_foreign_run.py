@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from adversary import as_nobody, needs_another_user
 
-from relax_hpc import permissions
-from relax_hpc.algorithms import plugin
+from relax_hpc.algorithms import table
+from relax_hpc.config.job_file import read_resolved, validate
 from relax_hpc.errors import ConfigError, LaunchError
-from relax_hpc.job_file import read_resolved, validate
 from relax_hpc.launch import preflight, record, submit
 from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
-from relax_hpc.paths import RunPaths
 from relax_hpc.runs import replay
-from relax_hpc.user_programs import place_of
+from relax_hpc.runtime.files import permissions
+from relax_hpc.runtime.files.user_programs import place_of
+from relax_hpc.runtime.paths import RunPaths
 
 NOBODY = 65534
 PART = """\
@@ -32,14 +32,14 @@ class Mine(Advantage):
         return rows.rewards
 """
 PROCESSES = {
-    "boards.finish": "",
-    "boards.follower": "--job-id 7 --controller 1",
+    "runs.boards.finish": "",
+    "runs.boards.follower": "--job-id 7 --controller 1",
     "launch.entry": "actor --start 1",
-    "launch.sides.holder": "--side sampling --job-id 7 --controller 1",
+    "launch.holder": "--side sampling --job-id 7 --controller 1",
     "runs.replay_task": "actor --start 1",
     "runs.verdict": "--job-id 7 --what ended",
-    "scale.extra_step": "--number 1 --slot 0 --attempt 7.0",
-    "scale.scaler_main": "--job-id 7 --controller 1",
+    "runs.scale.extra_step": "--number 1 --slot 0 --attempt 7.0",
+    "runs.scale.scaler": "--job-id 7 --controller 1",
 }
 """Modules of a job's script that take a run directory, and what they take besides."""
 ALL = """\
@@ -88,9 +88,9 @@ def with_part(tmp_path):
     paths = made(tmp_path, algorithm={"advantage": {"name": f"{program}:Mine"}})
     copy = place_of(read_resolved(paths.config).algorithm.advantage.name)[0]
     copy.write_text(PART.format(f"Path({str(mark)!r}).touch()"))
-    plugin.load.cache_clear()
+    table.load.cache_clear()
     yield paths, copy, mark
-    plugin.load.cache_clear()
+    table.load.cache_clear()
 
 
 def test_a_run_that_another_user_put_in_place_of_ours_runs_none_of_its_commands(project):
@@ -100,7 +100,7 @@ def test_a_run_that_another_user_put_in_place_of_ours_runs_none_of_its_commands(
         mark, theirs = Path(name) / "executed", Path(name) / "theirs"
         theirs.mkdir()
         made(theirs, notify={"command": ["touch", str(mark)]})
-        tell = [sys.executable, "-P", "-m", "relax_hpc.boards.finish"]
+        tell = [sys.executable, "-P", "-m", "relax_hpc.runs.boards.finish"]
         subprocess.run([*tell, theirs / "run", "--exit-code", "1"], check=True, timeout=60)
         assert mark.exists(), "so it would"
         mark.unlink()

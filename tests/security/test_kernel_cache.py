@@ -1,16 +1,20 @@
 """Compiled kernels: kept by version where the user says, and never somebody else's."""
 
 import os
+import re
 import stat
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from adversary import needs_another_user
 
-from relax_hpc import kernel_cache, permissions
-from relax_hpc.engines.child import spawn
 from relax_hpc.errors import ConfigError
-from relax_hpc.scratch import COMPILED
+from relax_hpc.inference.process import spawn
+from relax_hpc.runtime import kernel_cache
+from relax_hpc.runtime.files import permissions
+from relax_hpc.runtime.files.scratch import COMPILED
 
 
 def versions(monkeypatch, **installed):
@@ -32,7 +36,7 @@ def kept(root, **environment):
 
 def test_every_library_has_its_own_part_of_the_folder_of_all_versions(tmp_path, monkeypatch):
     versions(monkeypatch, torch="2.14.1+cu130", sglang="0.5.23")
-    with permissions.masked(0):
+    with permissions.set_umask(0):
         found = kept(tmp_path / "deep" / "er")
     [folder] = (tmp_path / "deep" / "er").iterdir()
     assert folder.name.endswith("-torch2.14.1+cu130-sglang0.5.23")
@@ -119,3 +123,59 @@ def test_torch_looks_where_it_is_told(tmp_path, monkeypatch):
     kernel_cache.keep(os.environ, tmp_path / "kernels")
     folder = kernel_cache.folder_of(tmp_path / "kernels")
     assert (cache_dir(), triton_cache_dir(0)) == (f"{folder}/inductor", f"{folder}/triton")
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
+def test_folders_above_that_are_made_are_the_users_alone(tmp_path, umask):
+    """S2: a mode counts for the last folder only."""
+    root = tmp_path / "above" / "more" / "kernels"
+    with permissions.set_umask(umask):
+        found = kept(root)
+    folders = [*root.parents[:2], root, *map(Path, found.values())]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o700}
+
+
+@pytest.mark.parametrize("mode", [0o2775, 0o777, 0o707])
+def test_a_folder_in_whose_place_others_may_put_theirs_is_refused(tmp_path, mode):
+    """S2: what is checked is run from a path later."""
+    above = tmp_path / "project"
+    above.mkdir()
+    os.chown(above, -1, 4203)
+    for sticky in (0, stat.S_ISVTX):
+        above.chmod(mode | sticky)
+        for place in (above / "kernels", above / "mine" / "kernels"):
+            if sticky:
+                kept(place)
+                kernel_cache.check(place)
+                continue
+            for refuse in (kept, kernel_cache.check, kernel_cache.check_above):
+                place.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with pytest.raises(ConfigError, match=f"{above} has mode {mode:04o}: others may"):
+                    refuse(place)
+
+
+def test_a_folder_below_another_users_or_behind_their_link_is_refused():
+    """S2: the owner of a folder may rename what is in it, sticky bit or not."""
+    needs_another_user()
+    with tempfile.TemporaryDirectory(prefix="relax-test-") as name:
+        theirs, mine, link = (Path(name) / each for each in ("theirs", "mine", "link"))
+        for folder in (theirs, mine, theirs / "kernels"):
+            folder.mkdir(mode=0o700)
+        theirs.chmod(0o1777)
+        link.symlink_to(mine)
+        kept(link / "kernels")
+        os.chown(theirs, 4202, -1)
+        os.chown(link, 4202, -1, follow_symlinks=False)
+        for root, why in ((theirs / "kernels", "is of user 4202"),
+                          (link / "kernels", "is a link of user 4202")):  # fmt: skip
+            with pytest.raises(ConfigError, match=f"{root.parent} {why}: others may put"):
+                kept(root)
+
+
+def test_a_part_of_the_folder_that_others_may_write_is_refused(tmp_path):
+    """S2: what was made earlier, under another umask."""
+    root = tmp_path / "kernels"
+    planted = Path(kept(root)["TRITON_CACHE_DIR"])
+    planted.chmod(0o777)
+    with pytest.raises(ConfigError, match=f"{re.escape(str(planted))}: owner .* chmod -R go-w"):
+        kept(root)

@@ -14,11 +14,10 @@ WORDS = (*OBJECT_COLLECTIVES, *PICKLES, "torch", "allow_pickle")
 """A module without any of them need not be parsed."""
 READERS = {"load", "loads", "Unpickler", "open"}
 ALLOWED = {
-    ("comm/star.py", "pickle.loads"): "behind a MAC",
-    ("comm/world.py", "pickle.loads"): "of MPI, which is what Slurm makes of it",
-    ("engines/embedded/lane_weights.py", "pickle.Unpickler"): "makes one class, or raises",
+    ("runtime/comm/world.py", "pickle.loads"): "behind a MAC, or of MPI, which Slurm makes",
+    ("inference/embedded/server.py", "pickle.Unpickler"): "makes one class, or raises",
     (
-        "engines/megatron/checkpoint/pickles.py",
+        "trainer/megatron/checkpoint_files.py",
         "pickle.Unpickler",
     ): "makes listed classes, or raises",
 }

@@ -18,17 +18,18 @@ import toys
 from adversary import bomb, needs_another_user, open_to_nobody, talk
 from torch.distributed import DistError, TCPStore
 
-from relax_hpc import job_file, permissions
-from relax_hpc.demo import arithmetic, checkpoint
-from relax_hpc.fleet import members
+from relax_hpc.cli.demo import models, tasks
+from relax_hpc.config import job_file
+from relax_hpc.inference import members
 from relax_hpc.launch import script
 from relax_hpc.launch.script import Job
 from relax_hpc.launch.submit import submit
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import read_json
-from relax_hpc.run_secret import RunSecret
 from relax_hpc.runs.cancel import cancel
-from relax_hpc.telemetry.events import read_events
+from relax_hpc.runtime.files import permissions
+from relax_hpc.runtime.files.records import read_json
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import read_events
 
 REPOSITORY = Path(__file__).parents[2]
 OWN_GROUP = "root"
@@ -90,9 +91,9 @@ def folder():
         folder = Path(name)
         folder.chmod(0o755)
         (folder / "runs").mkdir(mode=0o755)
-        tokenizer = checkpoint.tokenizer()
-        arithmetic.write(folder, 1, 64, 16, 0)
-        checkpoint.save(folder / "model", checkpoint.model(tokenizer, seed=0), tokenizer)
+        tokenizer = models.tokenizer()
+        tasks.write_additions(folder, 1, 64, 16, 0)
+        models.save(folder / "model", models.model(tokenizer, seed=0), tokenizer)
         yield folder
 
 
@@ -115,7 +116,7 @@ def submitted(folder, umask, **changes):
     }
     overrides = [f"{key}={value}" for key, value in settings.items()]
     paths = RunPaths(folder / "runs" / settings["name"])
-    with permissions.masked(umask):
+    with permissions.set_umask(umask):
         submit(job_file.load(REPOSITORY / "jobs" / "demo.toml", overrides), local=True)
     try:
         yield paths

@@ -5,9 +5,9 @@ import stat
 import pytest
 import toys
 
-from relax_hpc import permissions
 from relax_hpc.launch.placement import Component
 from relax_hpc.launch.slurm import HetSlurmExecutor
+from relax_hpc.runtime.files import permissions
 from relax_hpc.sections import Resources
 
 pytestmark = pytest.mark.usefixtures("slurm_cluster")
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("slurm_cluster")
 
 def test_what_slurm_and_the_tasks_of_a_job_write_is_its_owners_alone(tmp_path):
     run_dir = tmp_path / "job"
-    with permissions.masked(0):
-        with permissions.masked(0o077):
+    with permissions.set_umask(0):
+        with permissions.set_umask(0o077):
             toys.write(run_dir, **{name: ["leave", run_dir / name] for name in "ab"})
             toy = toys.job(run_dir)
             components = [Component(name, 1, Resources()) for name in "ab"]

@@ -10,11 +10,10 @@ from contextlib import suppress
 import pytest
 from adversary import bomb, talk
 
-from relax_hpc.comm import channel
-from relax_hpc.comm.channel import Channel, StrangerError
-from relax_hpc.comm.star import StarWorld
 from relax_hpc.errors import PeerTimeoutError
-from relax_hpc.records import read_json, write_json
+from relax_hpc.runtime.comm import world
+from relax_hpc.runtime.comm.world import Channel, StarWorld, StrangerError
+from relax_hpc.runtime.files.records import read_json, write_json
 
 KEY = b"the key of this start"
 PATIENCE_S = 20
@@ -49,7 +48,7 @@ def test_ranks_meet_and_agree_among_strangers_that_shout_or_say_nothing(tmp_path
 
 
 def test_silent_strangers_beyond_the_limit_make_room_for_a_rank(tmp_path, monkeypatch):
-    monkeypatch.setattr("relax_hpc.comm.hub._MOST_STRANGERS", 4)
+    monkeypatch.setattr("relax_hpc.runtime.comm.world._MOST_STRANGERS", 4)
     first = join(0, 2, tmp_path / "rendezvous")
     silent = [socket.create_connection(first._hub.address) for _ in range(40)]
     assert agree([first, join(1, 2, tmp_path / "rendezvous")]) == [["rank 0", "rank 1"]] * 2
@@ -68,9 +67,12 @@ def test_a_rank_does_not_believe_who_has_taken_the_port_of_rank_0(tmp_path):
     """It sends pickles without being asked for a proof."""
     mark = tmp_path / "executed"
     with socket.create_server(("127.0.0.1", 0)) as server:
-        write_json(tmp_path / "rendezvous", dict(host="127.0.0.1", port=server.getsockname()[1]))
+        server.settimeout(PATIENCE_S)
+        port = server.getsockname()[1]
+        write_json(tmp_path / "rendezvous", dict(host="127.0.0.1", port=port, node="n1"))
 
         def impostor():
+            server.accept()[0].close()  # the rank looks whether there is a way
             connection, _ = server.accept()
             connection.sendall(b"\0" * 64 + struct.pack(">Q", 300) + b"\0" * 32 + bomb(mark))
             return connection
@@ -79,7 +81,7 @@ def test_a_rank_does_not_believe_who_has_taken_the_port_of_rank_0(tmp_path):
             served = thread.submit(impostor)
             with pytest.raises(PeerTimeoutError, match="right MAC"):
                 join(1, 2, tmp_path / "rendezvous", timeout_s=0.1)
-            served.result(5).close()
+            served.result(PATIENCE_S).close()
     assert not mark.exists()
 
 
@@ -93,10 +95,11 @@ class Tap:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self):
-        rank, _ = self._server.accept()
-        hub = socket.create_connection(self._address)
-        threading.Thread(target=self._pass, args=(hub, rank, False), daemon=True).start()
-        self._pass(rank, hub, True)
+        while True:  # the first connection only looks whether there is a way
+            rank, _ = self._server.accept()
+            hub = socket.create_connection(self._address)
+            for ends in ((hub, rank, False), (rank, hub, True)):
+                threading.Thread(target=self._pass, args=ends, daemon=True).start()
 
     def _pass(self, source, sink, up):
         with suppress(OSError):
@@ -113,7 +116,7 @@ def tapped(folder, size):
     first = join(0, size, folder / "rendezvous")
     record = read_json(folder / "rendezvous")
     tap = Tap((record["host"], record["port"]))
-    write_json(folder / "tapped", {"host": "127.0.0.1", "port": tap.port})
+    write_json(folder / "tapped", {"host": "127.0.0.1", "port": tap.port, "node": "n1"})
     return first, join(1, size, folder / "tapped"), tap
 
 
@@ -210,9 +213,9 @@ def test_a_length_is_not_believed_without_its_mac(monkeypatch):
     """Else anybody could have rank 0 ask for all the memory there is."""
     server, _, _, raw = ends()
     asked = []
-    read = channel._read
+    read = world._read
     monkeypatch.setattr(
-        channel,
+        world,
         "_read",
         lambda connection, size, **limits: asked.append(size) or read(connection, size, **limits),
     )

@@ -9,8 +9,8 @@ import pytest
 from cluster import local_slurm
 from typer.testing import CliRunner
 
+from relax_hpc.cli.demo import models
 from relax_hpc.cli.main import app
-from relax_hpc.demo import checkpoint
 from relax_hpc.errors import ConfigError
 
 CONF = """\
@@ -90,8 +90,8 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder, tokens = tmp_path_factory.mktemp("job"), checkpoint.tokenizer()
-    checkpoint.save(folder / "model", checkpoint.model(tokens, seed=0), tokens)
+    folder, tokens = tmp_path_factory.mktemp("job"), models.tokenizer()
+    models.save(folder / "model", models.model(tokens, seed=0), tokens)
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
     (folder / "job.toml").write_text(JOB)
     return folder

@@ -12,10 +12,10 @@ from relax_hpc.launch import states
 from relax_hpc.launch.placement import Component
 from relax_hpc.launch.record import LaunchedComponent, LaunchRecord, write
 from relax_hpc.launch.slurm import HetSlurmExecutor
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import read_json
 from relax_hpc.runs import verdict
 from relax_hpc.runs.cancel import cancel
+from relax_hpc.runtime.files.records import read_json
+from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.sections import Resources
 
 pytestmark = pytest.mark.long
@@ -24,7 +24,7 @@ SAVES = """
 import sys, time
 sys.path.pop(0)
 from relax_hpc.launch import entry
-from relax_hpc.paths import RunPaths
+from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.roles.ending import Ending
 
 def save(run_dir, context, _bootstrap):
@@ -32,7 +32,7 @@ def save(run_dir, context, _bootstrap):
     ending.will_save()
     while not (run_dir / "saved").exists():
         time.sleep(0.1)
-    ending.saved(7)
+    ending.note_saved(7)
     time.sleep(3600)
 
 entry.main(save)

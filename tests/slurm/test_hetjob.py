@@ -15,8 +15,8 @@ from relax_hpc.launch import states
 from relax_hpc.launch.placement import Component
 from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
 from relax_hpc.launch.slurm import HetSlurmExecutor
-from relax_hpc.paths import ComponentPaths, RunPaths
-from relax_hpc.runs import failure
+from relax_hpc.runs import verdict
+from relax_hpc.runtime.paths import ComponentPaths, RunPaths
 from relax_hpc.sections import Resources
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("slurm_cluster")]
@@ -55,7 +55,8 @@ def final_states(job, timeout_s=60):
 def announce_the_time_limit(component_id):
     """Sends what Slurm sends, to one component: a signal to "<leader>+<k>" would reach them all."""
     command = ["squeue", "-h", "--states=all", "-o", "%i %A", "-j", component_id]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    lines = answer.stdout.splitlines()
     own = dict(line.split() for line in lines)[component_id]
     subprocess.run(["scancel", "--signal", "USR2", own], check=True)
 
@@ -106,7 +107,7 @@ def test_an_interpreter_that_does_not_start_is_named(tmp_path, count):
     folder = RunPaths(tmp_path).component("actor")
     actor = LaunchedComponent("actor", f"{job.job_id}+1", count, folder)
     launched = LaunchRecord("slurm", job.job_id, (actor,), 0.0, None)
-    said, who = failure.last_words(launched, ["actor"])
+    said, who = verdict.last_words(launched, ["actor"])
     assert str(no_python) in said and "No such file" in said
     assert re.fullmatch("actor-0" if count == 1 else r"actor on n\d", who)
 

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from relax_hpc.demo import checkpoint
-from relax_hpc.job_file import validate
+from relax_hpc.cli.demo import models
+from relax_hpc.config.job_file import validate
 from relax_hpc.launch.submit import submit
-from relax_hpc.runs import report, watching
+from relax_hpc.runs import report
 from relax_hpc.runs.cancel import cancel
-from relax_hpc.runs.status import collect
+from relax_hpc.runs.status import Watch, collect
 
 pytestmark = pytest.mark.usefixtures("slurm_cluster")
 
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.usefixtures("slurm_cluster")
 @pytest.fixture
 def run(tmp_path):
     """Submits a run that waits, and cancels it in the end."""
-    tokens = checkpoint.tokenizer()
-    checkpoint.save(tmp_path / "model", checkpoint.model(tokens, seed=0), tokens)
+    tokens = models.tokenizer()
+    models.save(tmp_path / "model", models.model(tokens, seed=0), tokens)
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
     started = []
 
@@ -65,6 +65,6 @@ def test_a_job_says_that_it_waits_for_nodes_for_others_or_for_another_job(run, m
         assert "  queue         waits for the jobs that it depends on" in report.text(
             collect(second)
         )
-        assert not watching.Watch(second).is_over()
+        assert not Watch(second).is_over()
     finally:
         subprocess.run(["scancel", other], check=True)

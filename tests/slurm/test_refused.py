@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.demo import checkpoint
+from relax_hpc.cli.demo import models
 
 CLI = Path(sys.executable).with_name("relax-hpc")
 JOB = """
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("slurm_cluster")
 
 @pytest.fixture
 def folder(tmp_path):
-    tokens = checkpoint.tokenizer()
-    checkpoint.save(tmp_path / "model", checkpoint.model(tokens, seed=0), tokens)
+    tokens = models.tokenizer()
+    models.save(tmp_path / "model", models.model(tokens, seed=0), tokens)
     for name, prompts in {
         "prompts": ("1+1=", "0+2=", "4-2=", "2*1="),
         "heldout": ("2+0=",),

@@ -6,23 +6,23 @@ import time
 
 import pytest
 
-from relax_hpc.demo import checkpoint
+from relax_hpc.cli.demo import models
+from relax_hpc.config.job_file import validate
 from relax_hpc.errors import ConfigError, LaunchError
-from relax_hpc.job_file import validate
 from relax_hpc.launch import states
 from relax_hpc.launch.submit import submit
 from relax_hpc.runs.cancel import cancel
 from relax_hpc.runs.resume import resume
 from relax_hpc.runs.status import collect
-from relax_hpc.telemetry.events import read_events
+from relax_hpc.runtime.telemetry.events import read_events
 
 pytestmark = pytest.mark.usefixtures("slurm_cluster")
 
 
 @pytest.fixture
 def job(tmp_path):
-    tokens = checkpoint.tokenizer()
-    checkpoint.save(tmp_path / "model", checkpoint.model(tokens, seed=0), tokens)
+    tokens = models.tokenizer()
+    models.save(tmp_path / "model", models.model(tokens, seed=0), tokens)
     for name in ("train", "heldout"):
         lines = [json.dumps({"prompt": f"{n}+1=", "answer": f"{n + 1}"}) for n in range(4)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))

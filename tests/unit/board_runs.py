@@ -5,8 +5,8 @@ import json
 from tensorboard.backend.event_processing import plugin_event_accumulator as shown
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from relax_hpc import job_file
-from relax_hpc.paths import RunPaths
+from relax_hpc.config import job_file
+from relax_hpc.runtime.paths import RunPaths
 
 JOB = {
     "name": "run",

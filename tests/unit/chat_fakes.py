@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 import aiohttp
 from episode_fakes import answer
 
-from relax_hpc.demo import checkpoint
+from relax_hpc.cli.demo import models
+from relax_hpc.data.conversation import Conversation
+from relax_hpc.data.source import Prompt
 from relax_hpc.environments.chat_api.server import serving
-from relax_hpc.environments.record import Record
+from relax_hpc.environments.record import EpisodeRecord
 from relax_hpc.environments.session import Session
-from relax_hpc.prompts.conversation import Conversation
-from relax_hpc.prompts.source import Prompt
-from relax_hpc.sampling.how import How
+from relax_hpc.inference.generation import Sampling
 from relax_hpc.schema import FinishReason
 
 TEMPLATE = """
@@ -35,7 +35,7 @@ ASKED = {"role": "user", "content": "1+2="}
 
 
 def tokens_of(template=TEMPLATE):
-    tokens = checkpoint.tokenizer(words=[*checkpoint.WORDS, "sum"])
+    tokens = models.tokenizer(words=[*models.WORDS, "sum"])
     tokens.chat_template = template
     return tokens
 
@@ -81,8 +81,8 @@ def session_of(engine, record=None, *, max_tokens=4000, tools=None, temperature=
     conversation = Conversation(engine.tokens, chat_template=True)
     ids = conversation.encode("a test", [ASKED], tools)
     prompt = Prompt(3, ids, "12", [ASKED], tools=tools, where="p.jsonl:4")
-    how = How(temperature, 200, max_tokens)
-    record = Record() if record is None else record
+    how = Sampling(temperature, 200, max_tokens=max_tokens)
+    record = EpisodeRecord() if record is None else record
     return Session(prompt, record, engine, conversation, how, group=9, episode=(9, 1), seed=11)
 
 

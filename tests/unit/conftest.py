@@ -1,14 +1,19 @@
-"""A job that would run, and a command line that must refuse what a test made of it."""
+"""What many tests begin with: a job that would run, a command line that must refuse what a test
+made of it, a Slurm; and a loop for tests that are coroutines."""
 
+import asyncio
+import inspect
 import json
 import shutil
 import sys
 from pathlib import Path
 
+import fake_slurm
 import pytest
 
 from relax_hpc.cli import main as cli
-from relax_hpc.demo import checkpoint
+from relax_hpc.cli.demo import models
+from relax_hpc.launch import states
 from relax_hpc.runs.cancel import cancel
 
 JOB = """
@@ -35,11 +40,28 @@ PROMPTS = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Runs a test that is a coroutine in a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """A Slurm that says what a test has written down, and a run that was submitted to it."""
+    yield fake_slurm.make(tmp_path, monkeypatch)
+    states.has_accounting.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    tokens = checkpoint.tokenizer()
-    checkpoint.save(folder, checkpoint.model(tokens, seed=0), tokens)
+    tokens = models.tokenizer()
+    models.save(folder, models.model(tokens, seed=0), tokens)
     return folder
 
 
@@ -48,24 +70,32 @@ def job(tmp_path, tiny_model, monkeypatch):
     """A job that would run, in the current directory; each test breaks one thing."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_model, "model")
-    Path("job.toml").write_text(JOB)
+    Path("job.toml").write_text(JOB, encoding="utf-8")
     for name, rows in PROMPTS.items():
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        Path(f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+        )
     return tmp_path
 
 
 @pytest.fixture
-def remarked(job, monkeypatch, capsys):
-    """Runs a command line that must succeed; what it said on stderr."""
+def ran(job, monkeypatch, capsys):
+    """Runs a command line that must succeed; what it printed, and what it said on stderr."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["relax-hpc", *arguments])
         with pytest.raises(SystemExit) as end:
             cli.main()
         assert not end.value.code
-        return capsys.readouterr().err
+        return capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def remarked(ran):
+    """Runs a command line that must succeed; what it said on stderr."""
+    return lambda *arguments: ran(*arguments).err
 
 
 @pytest.fixture

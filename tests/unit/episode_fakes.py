@@ -3,13 +3,13 @@
 from types import SimpleNamespace
 
 from relax_hpc.bus.layout import Deal, Deals
-from relax_hpc.environments.single_turn import SingleTurn
-from relax_hpc.prompts.stop_texts import StopTexts
-from relax_hpc.rewards.contract import Score
+from relax_hpc.data.conversation import StopTexts
+from relax_hpc.environments.environment import SingleTurn
+from relax_hpc.environments.rewards.contract import Score
 from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
-from relax_hpc.roles.rollout.evaluation import Evaluator
-from relax_hpc.roles.rollout.heldout import Begun, Due
+from relax_hpc.roles.rollout.heldout import Begun, Due, Evaluator
+from relax_hpc.roles.rollout.skips import TaskSkips
 from relax_hpc.schema import FinishReason
 
 
@@ -43,7 +43,7 @@ class Prompts:
     def __init__(self, given):
         self._given = given
 
-    async def asked(self, ordinal):
+    async def fetch(self, ordinal):
         return self._given[ordinal]
 
 
@@ -54,7 +54,7 @@ class Board:
     def __init__(self, *, over=(), size=1):
         self.added, self.over, self.size = [], over, size
 
-    def begun(self, name):
+    def list_begun(self, name):
         return Begun([Due(name, "after", steps) for steps in self.over], [])
 
     def begin(self, due):
@@ -87,7 +87,7 @@ class Folder:
     def __init__(self, task=0, size=1):
         self._task, self._deals = task, Deals([Deal(0, size)])
 
-    def owed(self, *, start):
+    def list_owed(self, *, start):
         found = self._deals.guids(self._task, start=start)
         return (guid for guid in found if guid not in self.committed)
 
@@ -100,6 +100,18 @@ class Folder:
         return [groups]
 
 
+class NoEnd:
+    """For jobs whose end nobody announces."""
+
+    def begin(self, *, start): ...
+    def is_near(self):
+        return False
+
+    def note(self, version, *, idle): ...
+    def keep(self, guids): ...
+    def close(self): ...
+
+
 def run(config, prompts, heldout, sampler, score, folders, credits, events, end=None):
     """The loop of a rollout task; its held-out prompts are those of its first set."""
     made = episodes(config, sampler, score)
@@ -108,4 +120,5 @@ def run(config, prompts, heldout, sampler, score, folders, credits, events, end=
     group, evaluator = Grouper(config, Prompts(prompts), made), Evaluator(
         config, shares, made, events, Board(over=() if heldout else (config.num_steps,))
     )  # fmt: skip
-    return rollout.run(config, sampler, group, evaluator, folders, credits, events, end)
+    end, skips = end or NoEnd(), TaskSkips(config, folders)
+    return rollout.run(config, sampler, group, evaluator, folders, credits, events, end, skips)

@@ -1,14 +1,15 @@
 """Slurm's commands as scripts that play what a test has written down, and a run submitted to it."""
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_hpc.job_file import validate
+from relax_hpc.config.job_file import validate
 from relax_hpc.launch import record, states
 from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import write_json
+from relax_hpc.runtime.files.records import write_json
+from relax_hpc.runtime.paths import RunPaths
 
 _COMMAND = """#!/bin/bash
 cd {folder}
@@ -62,7 +63,7 @@ class FakeSlurm:
 
     def greets(self, words: str) -> None:
         """What sbatch prints above the id of a job."""
-        (self.folder / "banner").write_text(words)
+        (self.folder / "banner").write_bytes(os.fsencode(words))
 
     def asked(self, command: str) -> list[str]:
         lines = (self.folder / "asked").read_text().splitlines()

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from relax_hpc import heartbeat
-from relax_hpc.hangs.watched import watched
-from relax_hpc.roles.engine.hosts import while_kept
+from relax_hpc.roles.engine.host import while_kept
+from relax_hpc.runtime import heartbeat
+from relax_hpc.runtime.watchdog import watch
 
 LEAST_S = 0.5
 
@@ -97,7 +97,7 @@ def sleep():
 def main():
     run_dir, rank, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     is_one_world, least_s = "world" in sys.argv, LEAST_S * (3 if "patient" in sys.argv else 1)
-    with watched(
+    with watch(
         run_dir, "toy", rank, "toy-1.0-1", "n1",
         is_one_world=is_one_world, least_s=least_s, most_s=2 * least_s,
     ):  # fmt: skip

@@ -5,7 +5,7 @@ import json
 import numpy as np
 from safetensors.numpy import save_file
 
-from relax_hpc.models import registry
+from relax_hpc.trainer.models import registry
 
 QWEN3 = {
     "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 16,

@@ -3,8 +3,8 @@
 import sys
 import time
 
-from relax_hpc.comm.world import MpiWorld, abandon
 from relax_hpc.errors import PeerTimeoutError
+from relax_hpc.runtime.comm.world import MpiWorld, abandon
 
 SILENT = 1
 

@@ -9,11 +9,11 @@ from unittest import mock
 
 import torch
 
-from relax_hpc.comm.bucket import Spec
-from relax_hpc.comm.world import SoloWorld
 from relax_hpc.errors import SnapshotError
-from relax_hpc.weights.ranks import TrainerRanks
+from relax_hpc.runtime.comm.bucket import Spec
+from relax_hpc.runtime.comm.world import SoloWorld
 from relax_hpc.weights.snapshot import SnapshotWriter
+from relax_hpc.weights.transport import TrainerRanks
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -21,7 +21,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 def in_a_process(call, *args):
     """Runs it in a process of its own, which may be killed; returns how that ended."""
     # Forked from one that has imported this once, or more before: seconds for each of them.
-    _CONTEXT.set_forkserver_preload(["relax_hpc.weights.ranks"])
+    _CONTEXT.set_forkserver_preload(["relax_hpc.weights.transport"])
     process = _CONTEXT.Process(target=call, args=args)
     process.start()
     process.join(60)
@@ -51,7 +51,7 @@ def write(world, source, version, tensors, root, **options):
     ranks = TrainerRanks(world, writer, {})
     if world.rank == 0:
         return ranks.write_snapshot(version, iter(tensors.items()), in_use=())
-    return ranks.publish(version, iter(tensors.items()))
+    return ranks.publish(iter(tensors.items()))
 
 
 def write_little(source, root, told):
@@ -67,8 +67,8 @@ def write_little(source, root, told):
 KILLED_AT = {
     "tensor 0": None,
     "tensor 9": None,
-    "index": "relax_hpc.models.hf_folder.write_index",
-    "manifest": "relax_hpc.models.weight_files.Manifest.write",
+    "index": "relax_hpc.trainer.models.hf_folder.write_index",
+    "manifest": "relax_hpc.trainer.models.weight_files.Manifest.write",
     "rename": "pathlib.Path.rename",
     "end": None,
 }

@@ -1,17 +1,23 @@
 """The section [algorithm]: presets, tables, parts of one's own, and what does not go together."""
 
+import re
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
-from relax_hpc import job_file, user_programs
 from relax_hpc.algorithms.presets import PRESETS
 from relax_hpc.cli.main import app
+from relax_hpc.config import job_file
+from relax_hpc.config.programs import make_absolute
 from relax_hpc.errors import ConfigError
-from relax_hpc.user_programs import absolute_place
+from relax_hpc.runtime.files import user_programs
 
 TREE = {
     "name": "run", "model": {"path": "m"}, "prompts": {"train": "t"}, "schedule": {"num_steps": 1},
 }  # fmt: skip
+OTHERS = {"ppo": {"critic": {}}, "distill": {"teachers": {"t": {"path": "m"}}}}
+"""Tables that a job of a preset has beside it."""
 
 
 def job(algorithm, **tables):
@@ -26,13 +32,34 @@ def refused(algorithm, **tables):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_an_algorithm_of_few_keys_and_survives_a_resolved_job(preset):
-    tables = {"ppo": {"critic": {}}, "distill": {"teachers": {"t": {"path": "m"}}}}
-    config = job({"preset": preset}, **tables.get(preset, {}))
+    config = job({"preset": preset}, **OTHERS.get(preset, {}))
     again = type(config).model_validate_json(config.model_dump_json())
     assert again.algorithm == config.algorithm
     said = config.algorithm.model_dump()
     keys = [key for value in said.values() for key in (value if isinstance(value, dict) else [0])]
     assert len(keys) <= 25
+
+
+def test_the_table_of_presets_says_what_each_has_and_what_its_ratio_is_to():
+    """G5: a reader of the papers expects another ratio, and another default."""
+    page = (Path(__file__).parents[2] / "docs" / "explanation" / "algorithms.md").read_text(
+        encoding="utf-8"
+    )
+    table = page.partition("## Presets")[2].partition("## Symbols")[0]
+    said = {}
+    for line in re.findall(r"^\| (`.*) \|$", table, re.MULTILINE):
+        names, advantage, loss, ratio, mean, _ = (cell.strip() for cell in line.split("|"))
+        for name in re.findall(r"`(\w+)`", names):
+            own = name if advantage == "of that name" else advantage
+            said[name] = (own, loss.partition(",")[0], ratio, mean)
+    found = {}
+    for name in PRESETS:
+        made = job({"preset": name}, **OTHERS.get(name, {})).algorithm
+        ratio = {"rollout": "mu", "old": "pi_old"}[made.loss.anchor]
+        ratio = "" if made.loss.name == "policy_gradient" else ratio
+        found[name] = (made.advantage.name, made.loss.name, ratio, made.aggregation)
+    assert said == found
+    assert f"| `{job({}).algorithm.preset}` (default) |" in table
 
 
 def test_the_default_bounds_the_policy_by_the_sampler_and_needs_no_reference():
@@ -74,8 +101,7 @@ MISTAKES = [
     ({"loss": {"name": "ip0"}}, {}, "algorithm.loss.name = 'ip0': there is no loss of that name"),
     ({"loss": {"epz": 1}}, {}, "algorithm.loss.epz = 1: unknown key; did you mean algorithm"),
     ({"loss": {"eps": -1}}, {}, "algorithm.loss.eps = -1: "),
-    ({"loss": {"clip_high": 1}}, {}, "algorithm.loss.clip_high = 1: unknown key; clip_high is of "
-     "ppo_clip and gspo, and here algorithm.loss.name = 'ipo'; set that, or another algorithm.pre"),
+    ({"loss": {"clip_high": 1}}, {}, "clip_high is of ppo_clip and gspo, and here algorithm.loss."),
     ({"preset": "dapo", "loss": {"low": 1}}, {}, "low is of icepop, and here algorithm.loss.nam"),
     ({"loss": {"foo": 1}}, {}, "foo = 1: unknown key; algorithm.loss takes name, anchor, eps, dri"),
     ({"entropy": {"targt": 1}}, {}, "target is of adaptive, and here algorithm.entropy.name = 'fi"),
@@ -84,6 +110,7 @@ MISTAKES = [
     ({"correction": {"name": "tis"}}, {}, "importance would count twice; set correction.name"),
     ({"preset": "gspo", "aggregation": "token"}, {}, "the ratio of gspo is of a sequence"),
     ({"preset": "m2po"}, {"actor": {"portion_micro_batches": 4}}, "loss.name = 'm2po' needs the"),
+    ({"advantage": {"name": "batch_std"}}, {"actor": {"portion_micro_batches": 4}}, " needs the"),
     ({}, {"rollout": {"samples_per_prompt": 1}}, "samples_per_prompt = 1: algorithm.advantage"),
     ({"advantage": {"name": "pass_k", "k": 9}}, {}, "algorithm.advantage.k = 9: there are rollout"),
     ({"mini_batches": 33}, {}, "algorithm.mini_batches = 33: a batch has schedule.prompts_per_ste"),
@@ -249,7 +276,7 @@ def test_a_part_of_ones_own_is_named_by_where_it_lies_wherever_a_process_starts(
     place = mine("mine.py:Mine")["loss"]["name"]
     folder, _, name = place.rpartition("/")
     monkeypatch.chdir(folder)
-    algorithm = job({"loss": {"name": name}}).algorithm
-    assert algorithm.loss.name == name
-    assert algorithm.with_names(absolute_place).loss.name == place
-    assert algorithm.with_names(absolute_place).advantage == algorithm.advantage
+    config = job({"loss": {"name": name}})
+    assert config.algorithm.loss.name == name
+    found = make_absolute(config).algorithm
+    assert found.loss.name == place and found.advantage == config.algorithm.advantage

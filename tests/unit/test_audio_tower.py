@@ -3,14 +3,18 @@
 import pytest
 import torch
 
-from relax_hpc.media.extent import audio_tokens
-from relax_hpc.models import qwen3_omni_moe
-from relax_hpc.models.architecture import Architecture, Audio
-from relax_hpc.models.audio.tower import Tower
-from relax_hpc.models.audio.windows import Window, windows_of
-from relax_hpc.models.rotary.rope import Rope
+from relax_hpc.data.media.extent import audio_tokens
+from relax_hpc.trainer.models import qwen3_omni_moe
+from relax_hpc.trainer.models.architecture import (
+    Architecture,
+    AudioArchitecture,
+    SoundWindow,
+    windows_of,
+)
+from relax_hpc.trainer.models.rope import Rope
+from relax_hpc.trainer.models.towers import SoundTower
 
-SHAPE = Audio(
+SHAPE = AudioArchitecture(
     num_layers=2, hidden_size=48, ffn_hidden_size=80, num_heads=2, bins=20, channels=6, chunks=2,
     out_size=40,
 )  # fmt: skip
@@ -40,7 +44,7 @@ def theirs(shape):
 
 @pytest.fixture(scope="module")
 def towers():
-    other, own = theirs(SHAPE), Tower(SHAPE)
+    other, own = theirs(SHAPE), SoundTower(SHAPE)
     own.load_state_dict(other.state_dict())
     return other, own
 
@@ -84,8 +88,12 @@ def test_gradients_of_several_sounds_are_the_sums_of_hugging_faces(towers, recom
 
 
 def test_windows_by_hand():
-    assert windows_of(30, 2) == [Window(30, 30)]
-    assert windows_of(430, 2) == [Window(200, 100), Window(200, 100), Window(30, 100)]
+    assert windows_of(30, 2) == [SoundWindow(30, 30)]
+    assert windows_of(430, 2) == [
+        SoundWindow(200, 100),
+        SoundWindow(200, 100),
+        SoundWindow(30, 100),
+    ]
     # 30 frames are 15, 8, then 4 tokens; a chunk of 100 is 50, 25, 13.
     assert [window.tokens for window in windows_of(430, 2)] == [26, 26, 4]
     for frames in range(1, 400):
@@ -108,7 +116,7 @@ def test_what_fills_up_a_chunk_is_heard_as_transformers_hears_it(towers):
     """A part of a chunk behind whole ones is not what it is alone: convolutions see beyond it."""
     _, own = towers
     mel = sound(130)[:, 100:]
-    behind, alone = own(mel, [Window(30, 100)]), own(mel, [Window(30, 30)])
+    behind, alone = own(mel, [SoundWindow(30, 100)]), own(mel, [SoundWindow(30, 30)])
     assert (behind - alone).abs().max() > 1e-3
 
 

@@ -1,12 +1,9 @@
 """Whatever is wrong with a job of supervised fine-tuning, one line says so and nothing starts."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-from relax_hpc.cli import main as cli
 
 JOB = """
 name = "run"
@@ -24,92 +21,69 @@ GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "co
 
 
 @pytest.fixture
-def job(tmp_path, tiny_model, monkeypatch):
-    """A job that would run, in the current directory; each test breaks one thing."""
-    monkeypatch.chdir(tmp_path)
-    Path("model").symlink_to(tiny_model)
-    Path("job.toml").write_text(JOB)
+def job(job):
+    Path("job.toml").write_text(JOB, encoding="utf-8")
     for name in ("train", "heldout"):
-        Path(f"{name}.jsonl").write_text((json.dumps(GOOD) + "\n") * 5)
+        Path(f"{name}.jsonl").write_text((json.dumps(GOOD) + "\n") * 5, encoding="utf-8")
+    return job
 
 
-def call(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["relax-hpc", *arguments])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    return end.value.code
-
-
-@pytest.fixture
-def refused(job, monkeypatch, capsys):
+def submit(refused, *settings):
     """Submits what must be refused; what was said on stderr."""
-
-    def run(*settings):
-        overrides = [word for setting in settings for word in ("--set", setting)]
-        assert call(monkeypatch, "submit", "job.toml", "--local", *overrides) == 2
-        output, said = capsys.readouterr()
-        assert output == "" and not Path("runs").exists()
-        return said.removesuffix("\n")
-
-    return run
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    return refused("submit", "job.toml", "--local", *overrides)
 
 
-def test_a_job_that_is_well_is_shown_with_the_steps_that_its_epochs_make(job, monkeypatch, capsys):
-    assert call(monkeypatch, "submit", "job.toml", "--local", "--dry-run") == 0
-    script = capsys.readouterr().out
+def test_a_job_that_is_well_is_shown_with_the_steps_that_its_epochs_make(refused, ran, monkeypatch):
+    script = ran("submit", "job.toml", "--local", "--dry-run").out
     assert "component_0" in script and "component_1" not in script
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    assert call(monkeypatch, "check", "job.toml", "--set", "sft.tokens_per_step=1000000",
-                "--set", "sft.batch_size=2") == 2  # fmt: skip
-    capsys.readouterr()
-    assert call(monkeypatch, "check", "job.toml") == 0
-    resolved = json.loads(capsys.readouterr().out)
+    refused("check", "job.toml", "--set", "sft.tokens_per_step=1000000")
+    resolved = json.loads(ran("check", "job.toml").out)
     assert resolved["sft"]["num_steps"] == 8  # 3 epochs of 5 documents, 2 at a time
     assert resolved["sft"]["train"] == str(Path("train.jsonl").absolute())
 
 
 SETTINGS = {
-    ("sft.batchsize=1",): "sft.batchsize = 1: unknown key; did you mean sft.batch_size?",
-    ("sft.batch_size=0",): "sft.batch_size = 0: input should be greater than 0",
-    ("sft.tokens_per_step=9",): "takes either batch_size or tokens_per_step; set one of them",
-    ("engines.rollout.count=1",): "a job with [sft] has no rollout and does not take it",
-    ("actor.resources.nodes=2",): "data_parallel) = 1: does not divide over 2 nodes",
-    ("sft.train=nowhere",): "nowhere: no such file; name a file of JSON lines or Parquet",
-    ("sft.heldout=model",): "model: is a folder; name one that holds",
-    ("sft.max_tokens=7",): "train.jsonl, line 1: has 10 tokens, sft.max_tokens = 7; raise it, set",
-    ("actor.tokens_per_micro_batch=7",): (
-        "actor.tokens_per_micro_batch = 7: the longest document has 10 tokens; use 10 or more"
-    ),
-    ("model.path=nowhere",): "no such folder",
-}  # fmt: skip
+    "sft.batchsize=1": "sft.batchsize = 1: unknown key; did you mean sft.batch_size?",
+    "sft.batch_size=0": "sft.batch_size = 0: use more than 0",
+    "sft.tokens_per_step=9": "takes either batch_size or tokens_per_step; set one of them",
+    "engines.rollout.count=1": "a job with [sft] has no rollout and does not take it",
+    "actor.resources.nodes=2": "data_parallel) = 1: does not divide over 2 nodes",
+    "sft.train=nowhere": "nowhere: no such file; name a file of JSON lines or Parquet",
+    "sft.heldout=model": "model: is a folder; name one that holds",
+    "sft.max_tokens=7": "train.jsonl, line 1: has 10 tokens, sft.max_tokens = 7; raise it, set",
+    "actor.tokens_per_micro_batch=7": "the longest document has 10 tokens; use 10 or more",
+    "model.path=nowhere": "no such folder",
+}
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_a_setting_that_cannot_work_is_answered_in_one_line(refused, settings):
-    said = refused(*settings)
-    assert SETTINGS[settings] in said and "\n" not in said
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_of_fine_tuning_that_cannot_work_is_answered_in_one_line(refused, setting):
+    said = submit(refused, setting)
+    assert SETTINGS[setting] in said and "\n" not in said
 
 
 def test_a_step_that_is_too_small_for_a_document_is_refused(refused):
-    text = Path("job.toml").read_text()
-    Path("job.toml").write_text(text.replace("batch_size = 2", "tokens_per_step = 7"))
-    assert refused().startswith("sft.tokens_per_step = 7: the longest document has 10 tokens")
+    text = Path("job.toml").read_text(encoding="utf-8")
+    Path("job.toml").write_text(
+        text.replace("batch_size = 2", "tokens_per_step = 7"), encoding="utf-8"
+    )
+    assert submit(refused).startswith("sft.tokens_per_step = 7: the longest document has 10 tokens")
 
 
 @pytest.mark.parametrize("name", ["train", "heldout"])
 def test_documents_of_which_nothing_is_left_are_refused(refused, name):
     long = {"prompt": "1+" * 30, "completion": "a"}
-    Path(f"{name}.jsonl").write_text((json.dumps(long) + "\n") * 2)
-    said = refused("sft.max_tokens=20", "sft.too_long=truncate")
-    assert (
-        said == f"sft.{name}: sft.max_tokens = 20 leaves no document a token of the assistant; "
-        "raise it"
+    Path(f"{name}.jsonl").write_text((json.dumps(long) + "\n") * 2, encoding="utf-8")
+    assert submit(refused, "sft.max_tokens=20", "sft.too_long=truncate") == (
+        f"sft.{name}: sft.max_tokens = 20 leaves no document a token of the assistant; raise it"
     )
 
 
 def test_a_job_without_an_end_is_refused(refused):
-    Path("job.toml").write_text(JOB.replace("epochs = 3", ""))
-    assert "needs num_steps or epochs; set one of them" in refused()
+    Path("job.toml").write_text(JOB.replace("epochs = 3", ""), encoding="utf-8")
+    assert "needs num_steps or epochs; set one of them" in submit(refused)
 
 
 def turns(*pairs):
@@ -137,8 +111,8 @@ LINES = {
 @pytest.mark.parametrize("key", ["train", "heldout"])
 def test_a_line_that_cannot_be_trained_on_is_named(refused, said, key):
     line = LINES[said] if isinstance(LINES[said], str) else json.dumps(LINES[said])
-    Path(f"{key}.jsonl").write_text(f"{json.dumps(GOOD)}\n\n{line}\n")
-    answer = refused()
+    Path(f"{key}.jsonl").write_text(f"{json.dumps(GOOD)}\n\n{line}\n", encoding="utf-8")
+    answer = submit(refused)
     where = f"sft.{key}: {Path(f'{key}.jsonl').absolute()}, line 3"
     assert answer.startswith(where) and said in answer and "\n" not in answer
 
@@ -146,15 +120,15 @@ def test_a_line_that_cannot_be_trained_on_is_named(refused, said, key):
 @pytest.mark.parametrize("content", [b"", b"\n \n"])
 def test_an_empty_file_is_refused(refused, content):
     Path("train.jsonl").write_bytes(content)
-    assert refused().endswith("train.jsonl: is empty; it has to hold a row or more")
+    assert submit(refused).endswith("train.jsonl: is empty; it has to hold a row or more")
 
 
 def test_a_line_that_is_not_text_is_named(refused):
     Path("train.jsonl").write_bytes(json.dumps(GOOD).encode() + b"\n\xff\xfe\n")
-    assert "train.jsonl, line 2: is not UTF-8 text" in refused()
+    assert "train.jsonl, line 2: is not UTF-8 text" in submit(refused)
 
 
 def test_a_parquet_file_that_is_none_is_refused(refused):
-    Path("train.parquet").write_text("PAR0")
-    said = refused("sft.train=train.parquet")
+    Path("train.parquet").write_text("PAR0", encoding="utf-8")
+    said = submit(refused, "sft.train=train.parquet")
     assert "train.parquet: is not Parquet" in said and "\n" not in said

@@ -1,12 +1,18 @@
-"""What `relax-hpc eval` refuses before an engine is started, or a folder made."""
+"""`relax-hpc eval`: what it refuses before anything starts, and the table of what a run keeps."""
 
 import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from relax_hpc.cli.main import app
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch.evaluate import Asked, job_of
+from relax_hpc.launch.evaluate import EvaluationRequest, job_of
+from relax_hpc.roles.rollout.heldout import Due, HeldoutRow, ScoreBoard, TaskScore
+from relax_hpc.runs import evaluations
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import EventWriter
 
 SET = ("--set", "heldout=heldout.jsonl")
 REFUSED = {
@@ -41,13 +47,13 @@ REFUSED = {
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ('""', "eval..[key] = ''"),
-        ('"a/b"', "eval.a/b.[key] = 'a/b'"),
+        ('""', "eval. = ''"),
+        ('"a/b"', "eval.a/b = 'a/b'"),
         ("heldout", "Cannot declare ('eval', 'heldout') twice"),
     ],
 )
 def test_a_set_of_a_job_without_a_name_or_with_that_of_another_is_refused(job, refused, name, said):
-    with Path("job.toml").open("a") as file:
+    with Path("job.toml").open("a", encoding="utf-8") as file:
         file.write(f'[eval.{name}]\npath = "heldout.jsonl"\n')
     answer = refused("submit", "job.toml", "--local")
     assert said in answer and "\n" not in answer
@@ -58,11 +64,14 @@ def test_what_cannot_be_evaluated_is_refused_in_a_line(job, refused, arguments):
     old = Path("runs/old")
     old.mkdir(parents=True)
     Path("sft.toml").write_text(
-        'name = "s"\nmodel.path = "model"\nsft = {train = "t", batch_size = 1, num_steps = 1}\n'
+        'name = "s"\nmodel.path = "model"\nsft = {train = "t", batch_size = 1, num_steps = 1}\n',
+        encoding="utf-8",
     )
     more = '[engines.rollout]\nkind = "sglang"\nnodes_per_engine = 2\nresources.nodes = 2\n'
-    Path("wide.toml").write_text(Path("job.toml").read_text() + more)
-    other = job_of(Asked(Path("model"), sets={"other": "heldout.jsonl"}, name="old"))
+    Path("wide.toml").write_text(
+        Path("job.toml").read_text(encoding="utf-8") + more, encoding="utf-8"
+    )
+    other = job_of(EvaluationRequest(Path("model"), sets={"other": "heldout.jsonl"}, name="old"))
     (old / "run.json").write_text(other.model_dump_json())
     said = refused("eval", *arguments)
     assert REFUSED[arguments] in said and "\n" not in said and len(said) < 500
@@ -84,9 +93,13 @@ resources.nodes = 2
 [actor.layout]
 data_parallel = 4
 """
-    text = Path("job.toml").read_text().replace("[schedule]", "[schedule]\nmax_staleness = 0")
-    Path("job.toml").write_text(text + own)
-    asked = Asked(
+    text = (
+        Path("job.toml")
+        .read_text(encoding="utf-8")
+        .replace("[schedule]", "[schedule]\nmax_staleness = 0")
+    )
+    Path("job.toml").write_text(text + own, encoding="utf-8")
+    asked = EvaluationRequest(
         Path("model"), Path("job.toml"), {"more": "train.jsonl"},
         {"samples_per_prompt": 4, "temperature": 0.8}, ["rollout.max_new_tokens=9"], "try",
     )  # fmt: skip
@@ -103,9 +116,182 @@ data_parallel = 4
 
 
 def test_a_job_is_that_of_its_model_argument_and_its_name_says_so(job):
-    config = job_of(Asked(Path("model"), sets={"h": "heldout.jsonl"}))
+    config = job_of(EvaluationRequest(Path("model"), sets={"h": "heldout.jsonl"}))
     assert config.name.startswith("eval-model-2")
     with pytest.raises(ConfigError, match=r"job.toml: .*name"):
-        Path("job.toml").write_text(Path("job.toml").read_text().replace("name =", "nam ="))
-        job_of(Asked(Path("model"), Path("job.toml")))
+        Path("job.toml").write_text(
+            Path("job.toml").read_text(encoding="utf-8").replace("name =", "nam ="),
+            encoding="utf-8",
+        )
+        job_of(EvaluationRequest(Path("model"), Path("job.toml")))
     assert json.loads(config.model_dump_json())["model"]["path"] == str(Path("model").absolute())
+
+
+def boxed(answer):
+    return f"I see. \\boxed{{{answer}}}"
+
+
+class Made:
+    """A run of two rollout tasks, each of which scores the prompts of its parity."""
+
+    def __init__(self, root):
+        self.root, self.paths = root, RunPaths(root)
+        root.mkdir(parents=True)
+        (root / "run.json").write_text("{}")
+
+    def evaluate(self, due, version, answers, *, rank=0, right="7", finish="stop"):
+        """Keeps samples of `answers` by prompt, as a task does."""
+        rows = [
+            HeldoutRow(
+                prompt, sample, float(answer == right), {}, version, version, finish, 3,
+                [boxed(answer)], "even" if prompt % 4 == 0 else "odd",
+            )
+            for prompt, said in answers.items()
+            for sample, answer in enumerate(said)
+        ]  # fmt: skip
+        share = TaskScore.of(rows)
+        with EventWriter(self.paths.events("rollout", rank), "rollout", rank) as events:
+            events.emit("eval", headline=True, tasks=2, **due._asdict(), **share._asdict())
+        ScoreBoard(self.paths, rank, 2).add(due, share, rows)
+
+
+BEFORE, DURING, AFTER = Due("h", "before", 0), Due("h", "during", 1), Due("h", "after", 0)
+
+
+@pytest.fixture
+def made(tmp_path):
+    made = Made(tmp_path / "runs" / "try")
+    made.evaluate(BEFORE, 0, {0: "7711", 2: "1223"})
+    made.evaluate(BEFORE, 0, {1: "7777"}, rank=1, finish="length")
+    made.evaluate(DURING, 21, {1: "7777"}, rank=1)
+    made.evaluate(DURING, 20, {0: "7771", 2: "7723"})
+    return made
+
+
+def test_samples_without_a_score_are_in_no_figure_and_are_counted(made):
+    rows = [
+        HeldoutRow(0, n, score, {}, 30, 30, "stop", 3, [boxed("7")], "", failed)
+        for n, (score, failed) in enumerate([(1.0, False), (None, True), (0.0, True), (1.0, False)])
+    ]
+    share = TaskScore.of(rows)
+    assert (share.correct, share.num_samples, share.num_masked) == (2.0, 3, 1)
+    with EventWriter(made.paths.events("rollout", 0), "rollout", 0) as events:
+        events.emit("eval", headline=True, tasks=2, **AFTER._asdict(), **share._asdict())
+    ScoreBoard(made.paths, 0, 2).add(AFTER, share, rows)
+    after = evaluations.collect(made.root)[-1]
+    assert (after.all.num_samples, after.reward_errors, after.masked) == (3, 2, 1)
+    assert after.all.mean.value == pytest.approx(2 / 3)
+    said = evaluations.text([after])
+    assert "  rewards that failed, after, policy 30: 2, 1 of them in no figure" in said
+    assert json.loads(evaluations.to_json([after]))[0]["masked"] == 1
+
+
+def test_shares_of_tasks_are_one_evaluation_though_their_policies_differ(made):
+    before, during = evaluations.collect(made.root)
+    assert (before.when, before.version, before.version_max) == ("before", 0, 0)
+    assert (during.when, during.version, during.version_max) == ("during", 20, 21)
+    assert (before.all.num_prompts, before.all.num_samples) == (3, 12)
+    assert before.all.mean.value == pytest.approx(6 / 12)
+    assert before.all.truncated.value == pytest.approx(4 / 12)
+    assert list(before.all.pass_at) == [1, 4]
+    assert before.all.pass_at[4].value == pytest.approx(2 / 3)
+    assert before.all.pass_all[4].value == pytest.approx(1 / 3)
+    assert before.all.majority_at[4].value == pytest.approx((1 / 2 + 0 + 1) / 3)
+    assert before.subsets["even"].mean.value == 0.5
+    assert before.subsets["odd"].num_prompts == 2
+    assert before.missing_tasks == 0
+
+
+def test_what_a_task_did_again_counts_once_and_its_newest_try(made):
+    made.evaluate(DURING, 22, {0: "7777", 2: "7777"})
+    [_, during] = evaluations.collect(made.root)
+    assert (during.version, during.version_max, during.all.num_samples) == (21, 22, 12)
+    assert during.all.mean.value == 1.0
+
+
+def test_a_task_that_has_not_told_its_share_is_said_to_be_missing(made):
+    for path in (made.paths.events("rollout", rank) for rank in range(2)):
+        path.write_text(path.read_text().replace('"tasks": 2', '"tasks": 4'))
+    [before, _] = evaluations.collect(made.root)
+    assert before.missing_tasks == 2
+
+
+def test_samples_that_are_not_there_yet_are_said_to_be_missing(made):
+    made.paths.eval_rows("h", 21, "during", 1, 1).unlink()
+    [_, during] = evaluations.collect(made.root)
+    assert (during.missing_tasks, during.all.num_prompts) == (1, 2)
+    assert "tasks whose samples are missing: 1" in evaluations.text([during])
+
+
+def test_the_table_has_a_row_per_evaluation_and_subset(made):
+    made.evaluate(Due("other", "after", 0), 30, {0: "7"})
+    lines = evaluations.text(evaluations.collect(made.root)).splitlines()
+    assert lines[0] == "h" and lines[8] == "other"
+    assert " ".join(lines[1].split()) == (
+        "policy when prompts samples score pass@1 pass@4 pass^4 maj@4 truncated"
+    )
+    assert lines[2].split()[:7] == ["0", "before", "3", "12", "0.500", "±", "0.289"]
+    assert [line.split()[0] for line in lines[3:5]] == ["even", "odd"]
+    assert lines[5].split()[:4] == ["20", "to", "21", "during"]
+    assert len({len(line) for line in lines[1:8]}) == 1
+    assert lines[10].split() == ["30", "after", "1", "1", "1.000", "1.000", "0.000"]
+
+
+def test_draws_are_said_with_the_error_that_they_add(made):
+    made.evaluate(Due("many", "after", 0), 30, {0: "7" * 20 + "1" * 20, 2: "72" * 20})
+    text = evaluations.text(evaluations.collect(made.root, name="many", ks=[5]))
+    assert "maj@k by draws, which add ± 0.00" in text
+
+
+def test_the_command_prints_a_table_or_json(made, monkeypatch):
+    monkeypatch.chdir(made.root.parent.parent)
+    printed = CliRunner().invoke(app, ["eval", "try", "--k", "2"])
+    assert printed.exit_code == 0 and "pass^2" in printed.output and "pass@4" not in printed.output
+    said = CliRunner().invoke(app, ["eval", "try", "--set", "h", "--json"])
+    before, during = json.loads(said.output)
+    assert before["all"]["pass_at"]["4"]["value"] == pytest.approx(2 / 3)
+    assert during["subsets"]["even"]["mean"] == {"value": 0.75, "error": None}
+    lower = json.loads(CliRunner().invoke(app, ["eval", "try", "--right", "0", "--json"]).output)
+    assert lower[0]["all"]["pass_at"]["1"]["value"] == 1.0
+
+
+def test_mistakes_are_named(made, tmp_path):
+    with pytest.raises(ConfigError, match=r"h, before: prompt 0: k = 5: there are 4 samples"):
+        evaluations.collect(made.root, ks=[1, 5])
+    with pytest.raises(ConfigError, match=r"--set hard: no evaluation .* there are: h"):
+        evaluations.collect(made.root, name="hard")
+    with pytest.raises(ConfigError, match="keeps no samples of an evaluation"):
+        evaluations.collect(Made(tmp_path / "empty").root)
+    path = made.paths.eval_rows("h", 0, "before", 0, 0)
+    whole = path.read_text()
+    path.write_text(whole + '{"prompt": 3')
+    with pytest.raises(ConfigError, match=r"000000-before-0.0.jsonl, line 9: is no sample"):
+        evaluations.collect(made.root)
+
+
+def test_samples_of_runs_before_subsets_were_kept_are_read(made):
+    for path in made.paths.root.glob("eval/*/*"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        kept = [{key: row[key] for key in row if key != "source"} for row in rows]
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
+    [before, _] = evaluations.collect(made.root)
+    assert before.subsets == {} and before.all.num_prompts == 3
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (boxed(7) + boxed("8.0"), "8"),
+        (boxed("1,000"), "1000"),
+        (boxed(r"\frac{1}{2}"), "1/2"),
+        (boxed("0.5"), "1/2"),
+        (boxed("x + 1"), "x+1"),
+        ("so\nAnswer: B", "B"),
+        ("Answer: 3 " + boxed(4), "4"),
+        (f"<think>{boxed(1)}</think>{boxed(2)}", "2"),
+        (f"<think>{boxed(1)}", None),
+        ("I do not know", None),
+    ],
+)
+def test_the_answer_that_a_response_votes_for(response, answer):
+    assert evaluations.final_answer(response) == answer

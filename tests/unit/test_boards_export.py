@@ -1,19 +1,27 @@
-"""What a service is sent of a run: each point once, whoever sends it; W&B read by its own API."""
+"""What services are sent of a run: each point once; read by W&B's and MLflow's own API."""
 
 import importlib.util
 import json
+import os
+import signal
 import struct
+import subprocess
+import sys
+import time
+import warnings
 
 import pytest
-from board_runs import evaluation, event, make, step, write
+from board_runs import curves, evaluation, event, make, read, step, write
+from toys import until
 from typer.testing import CliRunner
 
-from relax_hpc.boards.export import Export
 from relax_hpc.cli.main import app
+from relax_hpc.config.job_file import validate
 from relax_hpc.errors import ConfigError
-from relax_hpc.job_file import validate
 from relax_hpc.launch import preflight
 from relax_hpc.runs import status
+from relax_hpc.runs.boards.export import _TAG, Described, Export, Mlflow
+from relax_hpc.runtime.telemetry.tensorboard import Text
 
 
 class FakeService:
@@ -72,9 +80,7 @@ def test_a_job_whose_service_is_not_installed_is_refused(monkeypatch):
     tree = {"name": "run", "model": {"path": "m"}, "prompts": {"train": "t"},
             "schedule": {"num_steps": 9}, "boards": {"export": ["wandb"]}}  # fmt: skip
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(
-        ConfigError, match=r"boards.export.*wandb.*pip install 'relax-hpc\[wandb\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"boards.export.*pip install 'relax-hpc\[wandb\]'"):
         preflight.check_boards(validate(tree, source="test"))
 
 
@@ -83,7 +89,34 @@ def test_a_run_whose_job_sends_it_is_not_sent_by_others_meanwhile(tmp_path, monk
     monkeypatch.setattr(status, "job_state", lambda _: "RUNNING")
     found = CliRunner().invoke(app, ["export", "wandb", str(paths.root)])
     assert isinstance(found.exception, ConfigError) and "its job sends it" in str(found.exception)
-    assert not paths.exported("wandb").exists()
+    assert not paths.export("wandb").exists()
+
+
+@pytest.mark.parametrize("end", ["told", "script killed"])
+def test_a_follower_draws_and_tells_while_the_run_goes_and_the_rest_at_its_end(tmp_path, end):
+    told = tmp_path / "told"
+    (tmp_path / "tell").write_text(f"#!/bin/sh\ncat >> {told}\n")
+    (tmp_path / "tell").chmod(0o755)
+    paths, _ = make(tmp_path, notify={"command": [str(tmp_path / "tell")]})
+    write(paths, step(1, time.time(), 0.25))
+    module = [sys.executable, "-m", "relax_hpc.runs.boards.follower", str(paths.root)]
+    line = f"{' '.join(module)} --job-id local-1 --controller $$ & echo $!; wait $!; wait $!"
+    script = subprocess.Popen(["bash", "-c", line], stdout=subprocess.PIPE, text=True)
+    follower = int(script.stdout.readline())
+    until(lambda: paths.tensorboard.exists() and told.exists())
+    os.kill(follower, signal.SIGTERM)  # as Slurm does to everybody when a job is cancelled
+    write(paths, step(2, time.time(), 0.5))
+    if end == "told":
+        os.kill(follower, signal.SIGUSR1)
+    else:
+        script.kill()
+    until(paths.tensorboard_made.exists)
+    assert json.loads(paths.tensorboard_made.read_text())["failed"] is (end != "told")
+    assert curves(read(paths.tensorboard)) == {"reward/mean": [(1, 0.25), (2, 0.5)]}
+    until(paths.reward_curve.exists)
+    assert json.loads(told.read_text())["news"] == "start"
+    script.wait(timeout=30)
+    script.stdout.close()
 
 
 def rows_of(folder):
@@ -139,3 +172,73 @@ def test_w_and_b_has_the_curves_of_a_run_offline(tmp_path, monkeypatch):
     again = CliRunner().invoke(app, ["export", "wandb", str(paths.root), "--offline"])
     assert again.exit_code == 0 and run.run_id in again.output
     assert sum(len(rows_of(each)[0]) for each in paths.root.glob("wandb/offline-run-*")) == 3
+
+
+HAS_IT = importlib.util.find_spec("mlflow") is not None
+needs_it = pytest.mark.skipif(not HAS_IT, reason="needs relax-hpc[mlflow]")
+
+
+def at(uri):
+    """What its own client finds there: the runs, and a function that gives points of one."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    runs = client.search_runs([each.experiment_id for each in client.search_experiments()])
+
+    def points(run, tag):
+        found = client.get_metric_history(run.info.run_id, tag)
+        return [(point.step, point.value, point.timestamp) for point in found]
+
+    return runs, points, client
+
+
+@needs_it
+def test_a_run_is_one_run_of_mlflow_over_restarts_and_resumes(tmp_path, monkeypatch):
+    paths, _ = make(tmp_path)
+    uri = f"sqlite:///{tmp_path}/server.db"
+    command = ["export", "mlflow", str(paths.root)]
+    write(paths, step(1, 1.0, 0.25, loss=0.5), step(2, 2.0, 0.5))
+    states = iter(("RUNNING", "CANCELLED", "COMPLETED"))
+    monkeypatch.setattr(status, "job_state", lambda _: next(states))
+    ends = []
+    for more in ((), (event("resume", 3.0, step=1), step(2, 4.0, 0.75)), (step(3, 5.0, 1.0),)):
+        write(paths, *more, evaluation(0, 1.0, 2.5, number=0))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = CliRunner().invoke(app, [*command, "--tracking-uri", uri])
+        assert found.exit_code == 0, (found.output, found.exception)
+        [run], points, client = at(uri)
+        ends.append(run.info.status)
+    assert ends == ["RUNNING", "FAILED", "FINISHED"]
+    assert points(run, "reward/mean") == [(1, 0.25, 1000), (2, 0.5, 2000), (3, 1.0, 5000)]
+    assert points(run, "loss/total") == [(1, 0.5, 1000)]
+    assert points(run, "eval/heldout/reward") == [(0, 0.25, 2500)]
+    assert run.data.params["schedule.num_steps"] == "9" and run.info.run_name == "run"
+    assert client.get_experiment(run.info.experiment_id).name == "relax-hpc"
+
+
+@needs_it
+def test_offline_it_is_a_database_in_the_run(tmp_path):
+    described = Described("run-1", "run", "p", {"a": "x" * 9000}, tmp_path, True)
+    board = Mlflow(described)
+    board.say(Text("samples/heldout", 4, "<b>hello", 1.0))
+    board.finish(failed=False)
+    [run], _, _ = at(f"sqlite:///{tmp_path}/mlflow.db")
+    assert run.data.params["a"] == "x" * 6000 and run.data.tags[_TAG] == "run-1"
+    [file] = (tmp_path / "mlflow").rglob("000004.txt")
+    assert file.read_text() == "<b>hello" and file.parent.name == "heldout"
+
+
+def test_a_job_that_does_not_say_where_mlflow_is_is_refused(tmp_path, monkeypatch):
+    boards = {"export": ["mlflow"]}
+    tree = {"name": "run", "model": {"path": "m"}, "prompts": {"train": "t"},
+            "schedule": {"num_steps": 9}, "boards": boards}  # fmt: skip
+    with pytest.raises(ConfigError, match=r"mlflow.* set boards.tracking_uri, or boards.offline"):
+        validate(tree, source="test")
+    for more in ({"tracking_uri": "http://h:5000"}, {"offline": True}):
+        assert validate(tree | {"boards": boards | more}, source="test").boards.export == ["mlflow"]
+    paths, _ = make(tmp_path)
+    monkeypatch.setattr(status, "job_state", lambda _: "COMPLETED")
+    found = CliRunner().invoke(app, ["export", "mlflow", str(paths.root)])
+    assert isinstance(found.exception, ConfigError) and "--tracking-uri" in str(found.exception)
+    assert not paths.export("mlflow").exists()

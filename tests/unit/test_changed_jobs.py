@@ -1,6 +1,7 @@
 """What a resume changes of a job: what may, what not and why, what is said of it afterwards."""
 
 import json
+import os
 import time
 
 import fake_slurm
@@ -8,25 +9,19 @@ import pytest
 from bus_fixtures import produce
 
 from relax_hpc.bus import layout
+from relax_hpc.config.job_file import read_resolved, validate
 from relax_hpc.errors import ConfigError, LaunchError
-from relax_hpc.job_file import read_resolved, validate
 from relax_hpc.launch import record, states
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import write_json
 from relax_hpc.runs import changes, replay, report, resume, status, summary
-from relax_hpc.runs.changes import changed
+from relax_hpc.runs.changes import change
+from relax_hpc.runtime.files.records import write_json
+from relax_hpc.runtime.paths import RunPaths
 
 
 def job(**sections):
     tree = {"name": "r", "model": {"path": "m"}, "prompts": {"train": "t"},
             "schedule": {"num_steps": 30}} | sections  # fmt: skip
     return validate(tree, source="test")
-
-
-@pytest.fixture
-def slurm(tmp_path, monkeypatch):
-    yield fake_slurm.make(tmp_path, monkeypatch)
-    states.has_accounting.cache_clear()
 
 
 @pytest.mark.parametrize("setting", [
@@ -38,7 +33,7 @@ def slurm(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_how_the_same_is_computed_may_change_and_is_looked_at_as_of_a_new_run(setting):
     was = job()
-    _, [line], otherwise = changed(was, [setting])
+    _, [line], otherwise = change(was, [setting])
     assert line.startswith(f"{setting.partition('=')[0]}: ") and " -> " in line
     assert otherwise
 
@@ -49,7 +44,7 @@ def test_how_the_same_is_computed_may_change_and_is_looked_at_as_of_a_new_run(se
 ])  # fmt: skip
 def test_where_it_is_computed_and_who_is_told_may_change_without_a_look(setting):
     was = job()
-    _, [_], otherwise = changed(was, [setting])
+    _, [_], otherwise = change(was, [setting])
     assert not otherwise
 
 
@@ -65,31 +60,30 @@ def test_where_it_is_computed_and_who_is_told_may_change_without_a_look(setting)
 ])  # fmt: skip
 def test_what_stays_says_why(setting, why):
     with pytest.raises(ConfigError) as error:
-        changed(job(eval={"h": {"path": "e"}}), [setting])
+        change(job(eval={"h": {"path": "e"}}), [setting])
     assert why in str(error.value)
 
 
 def test_rollout_may_have_other_tasks():
-    config, [line], otherwise = changed(job(), ["engines.rollout.count=3"])
+    config, [line], otherwise = change(job(), ["engines.rollout.count=3"])
     assert config.producers == ["rollout-0", "rollout-1", "rollout-2"] and otherwise
     assert line == "engines.rollout.count: 1 -> 3"
 
 
 def test_more_engines_in_the_tasks_that_there_are_may_be():
     was = job()
-    config, lines, _ = changed(
-        was, ["engines.rollout.count=2", "engines.rollout.engines_per_task=2"]
-    )
+    more = ["engines.rollout.count=2", "engines.rollout.engines_per_task=2"]
+    config, lines, _ = change(was, more)
     assert config.producers == was.producers and len(lines) == 2
 
 
 def test_gpus_may_be_said_of_a_run_whose_job_says_what_they_came_to():
     was = job(actor={"layout": {"data_parallel": 4}, "resources": {"gpus_per_node": 1}})
     was = validate(was.model_dump(mode="json"), source="as submit writes it")
-    config, lines, _ = changed(was, ["actor.resources.nodes=2", "actor.resources.gpus=4"])
+    config, lines, _ = change(was, ["actor.resources.nodes=2", "actor.resources.gpus=4"])
     assert config.actor.resources.gpus_per_node == 2 and len(lines) == 2
     with pytest.raises(ConfigError, match="does not divide over nodes"):
-        changed(was, ["actor.resources.nodes=2", "actor.resources.gpus=3"])
+        change(was, ["actor.resources.nodes=2", "actor.resources.gpus=3"])
 
 
 def test_a_layout_is_checked_before_anything_is_queued(slurm, monkeypatch):
@@ -126,10 +120,13 @@ def test_a_run_goes_on_with_other_rollout_tasks_whoever_began_that_before(slurm,
         resume.resume(slurm.run_dir, overrides=["engines.rollout.count=3"])
     assert paths.config.read_bytes() == before and layout.open_bus(bus).deals == ((0, 1),)
     (slurm.folder / "refusal").unlink()
-    with monkeypatch.context() as patched:  # killed before it started a job
-        patched.setattr(resume.submit, "start", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+    if (child := os.fork()) == 0:  # killed before it started a job
+        resume.submit.start = lambda *_: os._exit(9)
+        try:
             resume.resume(slurm.run_dir, overrides=["engines.rollout.count=3"])
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert layout.open_bus(bus).deals == ((0, 1), (2, 3))
     paths.launch_claim(2).unlink()
     assert resume.resume(slurm.run_dir, overrides=["engines.rollout.count=2"]).job_id == "9"
@@ -144,7 +141,7 @@ def test_media_are_decided_on_before_anything_is_queued(slurm, monkeypatch):
         asked.append(of)
         raise ConfigError("no row can be used")
 
-    monkeypatch.setattr(resume.broken_media, "decide_if_undecided", decide)
+    monkeypatch.setattr(resume.row_gate, "decide_media_once", decide)
     monkeypatch.setattr(resume, "check_resources", lambda *_: None)
     with pytest.raises(ConfigError, match="no row can be used"):
         resume.resume(slurm.run_dir)
@@ -162,8 +159,8 @@ def thrice(tmp_path, monkeypatch):
         each["time"] = 100.0 * number
     write_json(paths.launch_record, known)
     now = read_resolved(paths.config)
-    middle, *_ = changed(now, ["actor.layout.data_parallel=2", "actor.save_every=7"])
-    last, *_ = changed(middle, ["schedule.num_steps=60"])
+    middle, *_ = change(now, ["actor.layout.data_parallel=2", "actor.save_every=7"])
+    last, *_ = change(middle, ["schedule.num_steps=60"])
     for path, config in (
         (paths.config_before(2), now), (paths.config_before(4), middle), (paths.config, last),
     ):  # fmt: skip
@@ -189,7 +186,7 @@ def test_the_job_of_a_step_is_that_of_the_start_that_trained_it(thrice):
 
 def test_a_replay_has_the_job_of_its_step_and_knows_its_grid(thrice):
     trained(thrice, (1, 150.0), (2, 250.0), (3, 260.0))
-    one, two = replay._jobs_of(thrice, [replay.recorded_step(thrice, step) for step in (1, 3)])
+    one, two = replay._jobs_of(thrice, [replay.read_step(thrice, step) for step in (1, 3)])
     assert [each.actor.layout.data_parallel for each in (one, two)] == [1, 2]
     assert replay._is_same_grid(thrice, two, range(2, 4))
     assert not replay._is_same_grid(thrice, two, range(1, 4))

@@ -10,7 +10,7 @@ from chat_fakes import ASKED, Engine, served, session_of, spelled, tokens_of
 
 from relax_hpc.environments.chat_api import server
 from relax_hpc.environments.chat_api.tool_calls import ToolCall, parse
-from relax_hpc.environments.record import Record, sequences
+from relax_hpc.environments.record import EpisodeRecord, sequences
 from relax_hpc.errors import EngineLostError
 
 ADD = {
@@ -29,19 +29,14 @@ def encoded(tokens, text):
     return tokens.encode(text, add_special_tokens=False)
 
 
-def test_the_second_turn_goes_on_from_the_tokens_that_were_sampled(tokens):
+async def test_the_second_turn_goes_on_from_the_tokens_that_were_sampled(tokens):
     """`spelled` replies have other tokens than their text would be encoded to."""
-
-    async def run():
-        engine, record = Engine(tokens, "The sum is 3", "yes"), Record()
-        async with served(session_of(engine, record)) as (_, client):
-            first = await client.message([ASKED])
-            assert first == {"role": "assistant", "content": "The sum is 3"}
-            sent = first | {"refusal": None, "annotations": [], "tool_calls": None}
-            assert await client.message([ASKED, sent, {"role": "user", "content": "sure?"}])
-        return engine, record
-
-    engine, record = asyncio.run(run())
+    engine, record = Engine(tokens, "The sum is 3", "yes"), EpisodeRecord()
+    async with served(session_of(engine, record)) as (_, client):
+        first = await client.message([ASKED])
+        assert first == {"role": "assistant", "content": "The sum is 3"}
+        sent = first | {"refusal": None, "annotations": [], "tool_calls": None}
+        assert await client.message([ASKED, sent, {"role": "user", "content": "sure?"}])
     sampled = spelled(tokens, "The sum is 3")
     assert sampled != encoded(tokens, "The sum is 3<|im_end|>"), "or nothing is shown here"
     (first, *_), (second, *_) = engine.asked
@@ -54,23 +49,19 @@ def test_the_second_turn_goes_on_from_the_tokens_that_were_sampled(tokens):
     assert made.loss_mask.tolist() == mask
 
 
-def test_calls_of_tools_are_told_from_the_text_and_go_back_as_they_were_sampled(tokens):
-    async def run():
-        engine, record = Engine(tokens, f"I add. {CALL}", "3"), Record()
-        async with served(session_of(engine, record)) as (_, client):
-            status, made = await client.post([ASKED], tools=[ADD])
-            [choice] = made["choices"]
-            assert (status, choice["finish_reason"]) == (200, "tool_calls")
-            message = choice["message"]
-            [call] = message["tool_calls"]
-            assert message["content"] == "I add." and call["function"]["name"] == "add"
-            assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
-            call["function"]["arguments"] = '{"b":2,"a":1}'  # read and written again
-            gave = {"role": "tool", "tool_call_id": call["id"], "name": "add", "content": "3"}
-            await client.message([ASKED, message, gave], tools=[ADD])
-        return engine, record
-
-    engine, record = asyncio.run(run())
+async def test_calls_of_tools_are_told_from_the_text_and_go_back_as_they_were_sampled(tokens):
+    engine, record = Engine(tokens, f"I add. {CALL}", "3"), EpisodeRecord()
+    async with served(session_of(engine, record)) as (_, client):
+        status, made = await client.post([ASKED], tools=[ADD])
+        [choice] = made["choices"]
+        assert (status, choice["finish_reason"]) == (200, "tool_calls")
+        message = choice["message"]
+        [call] = message["tool_calls"]
+        assert message["content"] == "I add." and call["function"]["name"] == "add"
+        assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
+        call["function"]["arguments"] = '{"b":2,"a":1}'  # read and written again
+        gave = {"role": "tool", "tool_call_id": call["id"], "name": "add", "content": "3"}
+        await client.message([ASKED, message, gave], tools=[ADD])
     (first, *_), (second, *_) = engine.asked
     assert '# Tools\n{"type": "function", "function": {"name": "add"' in tokens.decode(first)
     sampled = spelled(tokens, f"I add. {CALL}")
@@ -79,29 +70,6 @@ def test_calls_of_tools_are_told_from_the_text_and_go_back_as_they_were_sampled(
         "\n<|im_start|>user\n<tool_response>3</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
     assert len(sequences(record)) == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("no call", "no call", []),
-        (' {"name": "add"} ', ' {"name": "add"} ', []),
-        (CALL, "", [ToolCall("add", {"a": 1, "b": 2})]),
-        (f"x{CALL} y {CALL}", "x y", [ToolCall("add", {"a": 1, "b": 2})] * 2),
-        ('<tool_call>{"name": "f"}', "", [ToolCall("f", {})]),
-        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "",
-         [ToolCall("f", {"a": 1})]),
-        ('<tool_call>{"name": "f", "arguments": {"a": "1\n2"}}</tool_call>', "",
-         [ToolCall("f", {"a": "1\n2"})]),
-        ('<tool_call>{"name": "f", </tool_call>', '<tool_call>{"name": "f", </tool_call>', []),
-        ('<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', []),
-        (f"<tool_call>f</tool_call>{CALL}", "<tool_call>f</tool_call>",
-         [ToolCall("add", {"a": 1, "b": 2})]),
-        (f"<think>{CALL}</think>no", f"<think>{CALL}</think>no", []),
-    ],
-)  # fmt: skip
-def test_calls_are_read_leniently_and_what_cannot_be_read_stays(text, content, calls):
-    assert parse(text, [ADD]) == (content, calls)
 
 
 FIND = {"type": "function", "function": {"name": "find", "parameters": {"properties": {
@@ -127,6 +95,20 @@ x < y
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
+        ("no call", "no call", []),
+        (' {"name": "add"} ', ' {"name": "add"} ', []),
+        (CALL, "", [ToolCall("add", {"a": 1, "b": 2})]),
+        (f"x{CALL} y {CALL}", "x y", [ToolCall("add", {"a": 1, "b": 2})] * 2),
+        ('<tool_call>{"name": "f"}', "", [ToolCall("f", {})]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "",
+         [ToolCall("f", {"a": 1})]),
+        ('<tool_call>{"name": "f", "arguments": {"a": "1\n2"}}</tool_call>', "",
+         [ToolCall("f", {"a": "1\n2"})]),
+        ('<tool_call>{"name": "f", </tool_call>', '<tool_call>{"name": "f", </tool_call>', []),
+        ('<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', []),
+        (f"<tool_call>f</tool_call>{CALL}", "<tool_call>f</tool_call>",
+         [ToolCall("add", {"a": 1, "b": 2})]),
+        (f"<think>{CALL}</think>no", f"<think>{CALL}</think>no", []),
         (f"I look. {TAGGED}", "I look.",
          [ToolCall("find", {"text": "12\nx < y", "most": 3, "exact": True, "in": ["a", 1],
                             "new": "7"})]),
@@ -148,64 +130,95 @@ x < y
         )),
     ],
 )  # fmt: skip
-def test_calls_are_read_in_the_form_of_each_family(text, content, calls):
+def test_calls_are_read_leniently_in_the_form_of_each_family_and_what_cannot_be_read_stays(
+    text, content, calls
+):
     """Qwen3-Coder's tags; Llama's and Mistral's JSON, which is an answer if no tool has the
     name."""
     assert parse(text, [ADD, FIND]) == (content, calls)
 
 
-def test_without_tools_or_with_tool_choice_none_a_call_is_text(tokens):
-    async def run():
-        async with served(session_of(Engine(tokens, CALL, CALL))) as (_, client):
-            assert (await client.message([ASKED]))["content"] == CALL
-            said = await client.message([ASKED], tools=[ADD], tool_choice="none")
-            assert said == {"role": "assistant", "content": CALL}
+TAGS = [
+    "use </think> here",
+    "<think>",
+    "a </tool_call> b",
+    "<tool_call>",
+    "</parameter> x",
+    "</function>",
+    "<tool_call>{}</tool_call>",
+    "<function=add>",
+    '"\\"}}</tool_call>',
+    "```",
+]
 
-    asyncio.run(run())
+
+@pytest.mark.parametrize("tag", TAGS)
+@pytest.mark.parametrize("thought", ["", "<think>or <tool_call> so</think>", f"so {CALL}</think>"])
+def test_marks_inside_an_argument_are_data_in_every_form(tag, thought):
+    """R10."""
+    want = ToolCall("find", {"text": f"{tag}\n{tag}"})
+    body = json.dumps({"name": "find", "arguments": want.arguments})
+    texts = json.dumps({"name": "find", "arguments": json.dumps(want.arguments)})
+    tagged = f"<function=find>\n<parameter=text>\n{tag}\n{tag}\n</parameter>\n</function>"
+    for call in (body, texts, body.replace("\\n", "\n"), tagged, tagged[: -len("</function>")]):
+        for end in ("\n</tool_call>", "\n</tool_call> ", ""):
+            said = parse(f"{thought}I look.<tool_call>\n{call}{end}", [ADD, FIND])
+            assert said == (f"{thought}I look.", [want]), call
+    twice = f"<tool_call>{body}</tool_call> and <tool_call>{tagged}</tool_call>"
+    assert parse(f"{thought}{twice}", [FIND]).calls == [want, want]
+    for call in (body, f"[{body}, {body}]"):
+        alone = parse(thought + call, [FIND])
+        assert alone == (thought, [want] * (1 + (call != body)))
 
 
-def test_tools_of_the_prompt_are_there_unless_a_request_has_others(tokens):
-    async def run():
-        engine, record = Engine(tokens, CALL, "a", "b"), Record()
-        async with served(session_of(engine, record, tools=[ADD])) as (_, client):
-            first = await client.message([ASKED])
-            assert first["tool_calls"]
-            more = {"role": "tool", "content": "3"}
-            await client.message([ASKED, first, more], tools=[ADD])
-            await client.message([ASKED, first, more], tools=[])
-        return engine, record
+def test_calls_between_tags_in_a_thought_are_none_and_those_behind_it_are():
+    """R10."""
+    said = '<tool_call>{"name": "add", "arguments": {"a": "</think>"}}</tool_call>'
+    assert parse(f"<think>{said} so</think>no", [ADD]).calls == []
+    assert parse(f"{said} so</think>no", [ADD]).calls == []
+    assert parse(f"<think>{said} so</think>{CALL}", [ADD]) == (
+        f"<think>{said} so</think>", [ToolCall("add", {"a": 1, "b": 2})]
+    )  # fmt: skip
 
-    engine, record = asyncio.run(run())
+
+async def test_without_tools_or_with_tool_choice_none_a_call_is_text(tokens):
+    async with served(session_of(Engine(tokens, CALL, CALL))) as (_, client):
+        assert (await client.message([ASKED]))["content"] == CALL
+        said = await client.message([ASKED], tools=[ADD], tool_choice="none")
+        assert said == {"role": "assistant", "content": CALL}
+
+
+async def test_tools_of_the_prompt_are_there_unless_a_request_has_others(tokens):
+    engine, record = Engine(tokens, CALL, "a", "b"), EpisodeRecord()
+    async with served(session_of(engine, record, tools=[ADD])) as (_, client):
+        first = await client.message([ASKED])
+        assert first["tool_calls"]
+        more = {"role": "tool", "content": "3"}
+        await client.message([ASKED, first, more], tools=[ADD])
+        await client.message([ASKED, first, more], tools=[])
     assert "# Tools" not in tokens.decode(engine.asked[2][0])
     assert len(sequences(record)) == 2, "others begin a sequence of their own"
 
 
-def test_a_reply_that_the_agent_altered_is_another_history(tokens):
-    async def run():
-        engine, record = Engine(tokens, "3", "yes"), Record()
-        async with served(session_of(engine, record)) as (_, client):
-            first = await client.message([ASKED])
-            await client.message([ASKED, first | {"content": "4"}, ASKED])
-        return record
-
-    assert [int(each.loss_mask.sum()) for each in sequences(asyncio.run(run()))] == [2, 4]
+async def test_a_reply_that_the_agent_altered_is_another_history(tokens):
+    engine, record = Engine(tokens, "3", "yes"), EpisodeRecord()
+    async with served(session_of(engine, record)) as (_, client):
+        first = await client.message([ASKED])
+        await client.message([ASKED, first | {"content": "4"}, ASKED])
+    assert [int(each.loss_mask.sum()) for each in sequences(record)] == [2, 4]
 
 
-def test_two_replies_of_the_same_words_are_told_by_what_they_answer(tokens):
+async def test_two_replies_of_the_same_words_are_told_by_what_they_answer(tokens):
     """The same call, written in two ways: what follows each goes on from it."""
     other, gave = {"role": "user", "content": "2+1="}, {"role": "tool", "content": "3"}
-
-    async def run():
-        engine, record = Engine(tokens, CALL, CALL.replace("\n", ""), "x", "y"), Record()
-        async with served(session_of(engine, record, tools=[ADD])) as (_, client):
-            first, second = await client.message([ASKED]), await client.message([other])
-            calls = [each.pop("tool_calls") for each in (first, second)]
-            assert first == second and calls[0][0]["function"] == calls[1][0]["function"]
-            await client.message([ASKED, first | {"tool_calls": calls[0]}, gave])
-            await client.message([other, second | {"tool_calls": calls[1]}, gave])
-        return record
-
-    assert len(sequences(asyncio.run(run()))) == 2
+    engine, record = Engine(tokens, CALL, CALL.replace("\n", ""), "x", "y"), EpisodeRecord()
+    async with served(session_of(engine, record, tools=[ADD])) as (_, client):
+        first, second = await client.message([ASKED]), await client.message([other])
+        calls = [each.pop("tool_calls") for each in (first, second)]
+        assert first == second and calls[0][0]["function"] == calls[1][0]["function"]
+        await client.message([ASKED, first | {"tool_calls": calls[0]}, gave])
+        await client.message([other, second | {"tool_calls": calls[1]}, gave])
+    assert len(sequences(record)) == 2
 
 
 @pytest.mark.parametrize(
@@ -235,223 +248,192 @@ def test_two_replies_of_the_same_words_are_told_by_what_they_answer(tokens):
           "image_url": {"url": "data:image/png;base64,AA=="}}]}]}, "shows media in a history"),
     ],
 )  # fmt: skip
-def test_a_field_that_is_not_obeyed_is_refused_in_a_line_and_nothing_is_sampled(
+async def test_a_field_that_is_not_obeyed_is_refused_in_a_line_and_nothing_is_sampled(
     tokens, fields, said
 ):
-    async def run():
-        engine = Engine(tokens, "3")
-        async with served(session_of(engine)) as (_, client):
-            for stream in ({}, {"stream": True}):
-                status, made = await client.post(**{"messages": [ASKED]} | stream | fields)
-                assert (status, made["error"]["type"]) == (400, "invalid_request_error")
-                assert said in made["error"]["message"] and "\n" not in made["error"]["message"]
-            assert not engine.asked
-            assert await client.message([ASKED])  # the episode goes on
-
-    asyncio.run(run())
+    engine = Engine(tokens, "3")
+    async with served(session_of(engine)) as (_, client):
+        for stream in ({}, {"stream": True}):
+            status, made = await client.post(**{"messages": [ASKED]} | stream | fields)
+            assert (status, made["error"]["type"]) == (400, "invalid_request_error")
+            assert said in made["error"]["message"] and "\n" not in made["error"]["message"]
+        assert not engine.asked
+        assert await client.message([ASKED])  # the episode goes on
 
 
-def test_fields_that_change_nothing_or_have_the_episodes_value_are_taken(tokens):
+async def test_fields_that_change_nothing_or_have_the_episodes_value_are_taken(tokens):
     fields = {
         "temperature": 0.7, "top_p": 1, "n": 1, "user": "me", "store": False, "seed": None,
         "metadata": {"a": "b"}, "parallel_tool_calls": True, "response_format": {"type": "text"},
         "logit_bias": {}, "max_completion_tokens": 2, "max_tokens": 2,
     }  # fmt: skip
-
-    async def run():
-        engine = Engine(tokens, "345")
-        async with served(session_of(engine)) as (_, client):
-            parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "2="}]
-            status, made = await client.post([ASKED | {"content": parts}], **fields)
-        [choice] = made["choices"]
-        assert (status, choice["message"]["content"]) == (200, "34")
-        assert choice["finish_reason"] == "length"
-        num_given = len(engine.asked[0][0])
-        assert "1+2=" in tokens.decode(engine.asked[0][0])
-        assert made["usage"] == {
-            "prompt_tokens": num_given, "completion_tokens": 2, "total_tokens": num_given + 2,
-        }  # fmt: skip
-
-    asyncio.run(run())
+    engine = Engine(tokens, "345")
+    async with served(session_of(engine)) as (_, client):
+        parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "2="}]
+        status, made = await client.post([ASKED | {"content": parts}], **fields)
+    [choice] = made["choices"]
+    assert (status, choice["message"]["content"]) == (200, "34")
+    assert choice["finish_reason"] == "length"
+    num_given = len(engine.asked[0][0])
+    assert "1+2=" in tokens.decode(engine.asked[0][0])
+    assert made["usage"] == {
+        "prompt_tokens": num_given, "completion_tokens": 2, "total_tokens": num_given + 2,
+    }  # fmt: skip
 
 
-def test_tools_that_the_template_does_not_show_are_refused():
+async def test_tools_that_the_template_does_not_show_are_refused():
     plain = tokens_of("{% for m in messages %}{{ m.role + m.content }}{% endfor %}")
-
-    async def run():
-        async with served(session_of(Engine(plain, "3"))) as (_, client):
-            status, made = await client.post([ASKED], tools=[ADD])
-            assert (status, made["error"]["message"][:6]) == (400, "tools:")
-            call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-            called = {"role": "assistant", "tool_calls": [call]}
-            status, made = await client.post([ASKED, called])
-            assert "messages[1].tool_calls: the chat template" in made["error"]["message"]
-
-    asyncio.run(run())
+    async with served(session_of(Engine(plain, "3"))) as (_, client):
+        status, made = await client.post([ASKED], tools=[ADD])
+        assert (status, made["error"]["message"][:6]) == (400, "tools:")
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        called = {"role": "assistant", "tool_calls": [call]}
+        status, made = await client.post([ASKED, called])
+        assert "messages[1].tool_calls: the chat template" in made["error"]["message"]
 
 
-def test_a_text_that_ends_a_reply_is_not_given_out_and_stays_in_the_conversation(tokens):
-    async def run():
-        engine, record = Engine(tokens, "a</s>", "b"), Record()
-        async with served(session_of(engine, record)) as (_, client):
-            first = await client.message([ASKED], stop="</s>")
-            assert first["content"] == "a"
-            await client.message([ASKED, first, ASKED], stop=["</s>", "x"])
-        return engine, record
-
-    engine, record = asyncio.run(run())
+async def test_a_text_that_ends_a_reply_is_not_given_out_and_stays_in_the_conversation(tokens):
+    engine, record = Engine(tokens, "a</s>", "b"), EpisodeRecord()
+    async with served(session_of(engine, record)) as (_, client):
+        first = await client.message([ASKED], stop="</s>")
+        assert first["content"] == "a"
+        await client.message([ASKED, first, ASKED], stop=["</s>", "x"])
     assert engine.asked[0][2].end is not None
     assert "a</s>" in tokens.decode(engine.asked[1][0]) and len(sequences(record)) == 1
 
 
-def test_a_conversation_that_is_full_ends_with_length(tokens):
-    async def run():
-        engine = Engine(tokens, "3")
-        async with served(session_of(engine, max_tokens=5)) as (_, client):
-            status, made = await client.post([ASKED])
-        [choice] = made["choices"]
-        assert (status, choice["finish_reason"], choice["message"]["content"]) == (
-            200,
-            "length",
-            "",
-        )
-        assert not engine.asked
-
-    asyncio.run(run())
+async def test_a_conversation_that_is_full_ends_with_length(tokens):
+    engine = Engine(tokens, "3")
+    async with served(session_of(engine, max_tokens=5)) as (_, client):
+        status, made = await client.post([ASKED])
+    [choice] = made["choices"]
+    assert (status, choice["finish_reason"], choice["message"]["content"]) == (200, "length", "")
+    assert not engine.asked
 
 
 def chunks(text):
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 
-def test_a_stream_shows_signs_of_life_and_has_the_reply_in_one_chunk(tokens, monkeypatch):
+async def test_a_stream_shows_signs_of_life_and_has_the_reply_in_one_chunk(tokens, monkeypatch):
     monkeypatch.setattr(server, "HEARTBEAT_S", 0.05)
-
-    async def run():
-        engine = Engine(tokens, CALL, "3")
-        engine.may_answer.clear()
-        asyncio.get_running_loop().call_later(0.3, engine.may_answer.set)
-        async with served(session_of(engine)) as (_, client):
-            usage = {"include_usage": True}
-            status, text = await client.text([ASKED], tools=[ADD], stream_options=usage)
-            assert status == 200 and text.startswith(": sampling\n\n: sampling\n\n")
-            assert text.endswith("data: [DONE]\n\n")
-            said, end, counts = chunks(text)
-            delta = said["choices"][0]["delta"]
-            [call] = delta["tool_calls"]
-            assert (call["index"], call["function"]["name"]) == (0, "add")
-            assert end["choices"][0]["finish_reason"] == "tool_calls"
-            assert counts["choices"] == [] and counts["usage"]["completion_tokens"] > 0
-            back = {"role": "assistant", "content": "", "tool_calls": [call]}
-            _, text = await client.text(
-                [ASKED, back, {"role": "tool", "content": "3"}], tools=[ADD]
-            )
-            said, end = chunks(text)
-            assert said["choices"][0]["delta"] == {"role": "assistant", "content": "3"}
-            assert text.startswith("data: ")
-        return engine
-
-    engine = asyncio.run(run())
+    engine = Engine(tokens, CALL, "3")
+    engine.may_answer.clear()
+    asyncio.get_running_loop().call_later(0.3, engine.may_answer.set)
+    async with served(session_of(engine)) as (_, client):
+        usage = {"include_usage": True}
+        status, text = await client.text([ASKED], tools=[ADD], stream_options=usage)
+        assert status == 200 and text.startswith(": sampling\n\n: sampling\n\n")
+        assert text.endswith("data: [DONE]\n\n")
+        said, end, counts = chunks(text)
+        delta = said["choices"][0]["delta"]
+        [call] = delta["tool_calls"]
+        assert (call["index"], call["function"]["name"]) == (0, "add")
+        assert end["choices"][0]["finish_reason"] == "tool_calls"
+        assert counts["choices"] == [] and counts["usage"]["completion_tokens"] > 0
+        back = {"role": "assistant", "content": "", "tool_calls": [call]}
+        _, text = await client.text([ASKED, back, {"role": "tool", "content": "3"}], tools=[ADD])
+        said, end = chunks(text)
+        assert said["choices"][0]["delta"] == {"role": "assistant", "content": "3"}
+        assert text.startswith("data: ")
     assert tokens.decode(engine.asked[1][0]).count(CALL) == 1
 
 
-def test_an_error_in_the_midst_of_a_stream_is_an_event(tokens, monkeypatch):
+async def test_an_error_in_the_midst_of_a_stream_is_an_event(tokens, monkeypatch):
     monkeypatch.setattr(server, "HEARTBEAT_S", 0.05)
-
-    async def run():
-        engine = Engine(tokens, error=EngineLostError("http://x: gone"))
-        engine.may_answer.clear()
-        asyncio.get_running_loop().call_later(0.2, engine.may_answer.set)
-        async with served(session_of(engine)) as (_, client):
-            status, text = await client.text([ASKED])
-        [said] = chunks(text)
-        assert (status, said["error"]["message"]) == (200, "http://x: gone")
-
-    asyncio.run(run())
+    engine = Engine(tokens, error=EngineLostError("http://x: gone"))
+    engine.may_answer.clear()
+    asyncio.get_running_loop().call_later(0.2, engine.may_answer.set)
+    async with served(session_of(engine)) as (_, client):
+        status, text = await client.text([ASKED])
+    [said] = chunks(text)
+    assert (status, said["error"]["message"]) == (200, "http://x: gone")
 
 
-def test_trouble_of_engines_is_a_503_and_the_sessions_failure(tokens):
-    async def run():
-        session = session_of(Engine(tokens, error=EngineLostError("http://x: gone")))
-        async with served(session) as (_, client):
-            status, made = await client.post([ASKED])
-        assert (status, made["error"]["message"]) == (503, "http://x: gone")
-        assert isinstance(session.failure, EngineLostError)
-
-    asyncio.run(run())
+async def test_trouble_of_engines_is_a_503_and_the_sessions_failure(tokens):
+    session = session_of(Engine(tokens, error=EngineLostError("http://x: gone")))
+    async with served(session) as (_, client):
+        status, made = await client.post([ASKED])
+    assert (status, made["error"]["message"]) == (503, "http://x: gone")
+    assert isinstance(session.failure, EngineLostError)
 
 
-def test_requests_of_an_episode_are_answered_one_after_another(tokens):
-    async def run():
-        engine = Engine(tokens, "1", "2", "3")
-        async with served(session_of(engine)) as (_, client):
-            made = await asyncio.gather(*[client.message([ASKED]) for _ in range(3)])
-        assert engine.most == 1 and {each["content"] for each in made} == {"1", "2", "3"}
-
-    asyncio.run(run())
+async def test_requests_of_an_episode_are_answered_one_after_another(tokens):
+    engine = Engine(tokens, "1", "2", "3")
+    async with served(session_of(engine)) as (_, client):
+        made = await asyncio.gather(*[client.message([ASKED]) for _ in range(3)])
+    assert engine.most == 1 and {each["content"] for each in made} == {"1", "2", "3"}
 
 
-def test_who_asks_again_after_a_timeout_gets_the_reply_that_was_under_way(tokens):
-    async def run():
-        engine = Engine(tokens, "3", "4")
-        engine.may_answer.clear()
+async def leaves_early(client):
+    """Asks, and is gone before there is a reply."""
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await client.post([ASKED])
+    await asyncio.sleep(0.1)
+
+
+async def test_who_asks_again_after_a_timeout_gets_the_reply_that_was_under_way(tokens):
+    engine = Engine(tokens, "3", "4")
+    engine.may_answer.clear()
+    async with served(session_of(engine)) as (place, client):
+        await leaves_early(client)
+        assert place.is_asked
+        asyncio.get_running_loop().call_later(0.1, engine.may_answer.set)
+        assert (await client.message([ASKED]))["content"] == "3"
+        assert len(engine.asked) == 1
+        assert (await client.message([ASKED]))["content"] == "4", "asked anew, it is another"
+
+
+async def test_a_reply_that_comes_after_its_client_left_is_kept_until_that_asks_again(tokens):
+    engine = Engine(tokens, "3", "4")
+    engine.may_answer.clear()
+    async with served(session_of(engine)) as (place, client):
+        await leaves_early(client)
+        engine.may_answer.set()
+        while place.is_asked:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # it was answered, to nobody
+        assert (await client.message([ASKED]))["content"] == "3"
+        assert len(engine.asked) == 1
+
+
+async def test_without_the_key_of_an_episode_there_is_nothing(tokens):
+    engine = Engine(tokens, "3")
+    async with aiohttp.ClientSession() as http:
         async with served(session_of(engine)) as (place, client):
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.2):
-                    await client.post([ASKED])
-            await asyncio.sleep(0.1)
-            assert place.is_asked
-            asyncio.get_running_loop().call_later(0.1, engine.may_answer.set)
-            assert (await client.message([ASKED]))["content"] == "3"
-            assert len(engine.asked) == 1
-            assert (await client.message([ASKED]))["content"] == "4", "asked anew, it is another"
-
-    asyncio.run(run())
-
-
-def test_without_the_key_of_an_episode_there_is_nothing(tokens):
-    async def run():
-        engine = Engine(tokens, "3")
-        async with aiohttp.ClientSession() as http:
-            async with served(session_of(engine)) as (place, client):
-                assert place.base_url.startswith("http://127.0.0.1:")
-                asked = [
-                    ("POST", "/chat/completions"), ("GET", "/models"), ("GET", "/x"), ("PUT", ""),
-                ]  # fmt: skip
-                for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": "Bearer "}):
-                    for method, path in asked:
-                        url = place.base_url + path
-                        async with http.request(method, url, headers=headers, data=b"{") as said:
-                            assert (
-                                said.status == 401
-                                and "key" in (await said.json())["error"]["message"]
-                            )
-                async with http.get(f"{place.base_url}/models", headers=client.headers) as said:
-                    assert [each["id"] for each in (await said.json())["data"]] == ["policy"]
-                async with http.get(f"{place.base_url}/x", headers=client.headers) as said:
-                    assert said.status == 404 and "GET /v1/x" in await said.text()
-                async with served(session_of(Engine(tokens, "4"))) as (other, its_client):
-                    assert other.base_url == place.base_url and other.api_key != place.api_key
-                    assert (await its_client.message([ASKED]))["content"] == "4"
-                async with http.get(f"{place.base_url}/models", headers=its_client.headers) as said:
-                    assert said.status == 401, "its episode is over"
-                assert not engine.asked
-            with pytest.raises(aiohttp.ClientConnectionError):
-                await http.get(f"{place.base_url}/models", headers=client.headers)
-
-    asyncio.run(run())
+            assert place.base_url.startswith("http://127.0.0.1:")
+            asked = [
+                ("POST", "/chat/completions"), ("GET", "/models"), ("GET", "/x"), ("PUT", ""),
+            ]  # fmt: skip
+            for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": "Bearer "}):
+                for method, path in asked:
+                    url = place.base_url + path
+                    async with http.request(method, url, headers=headers, data=b"{") as said:
+                        assert (
+                            said.status == 401 and "key" in (await said.json())["error"]["message"]
+                        )
+            async with http.get(f"{place.base_url}/models", headers=client.headers) as said:
+                assert [each["id"] for each in (await said.json())["data"]] == ["policy"]
+            async with http.get(f"{place.base_url}/x", headers=client.headers) as said:
+                assert said.status == 404 and "GET /v1/x" in await said.text()
+            async with served(session_of(Engine(tokens, "4"))) as (other, its_client):
+                assert other.base_url == place.base_url and other.api_key != place.api_key
+                assert (await its_client.message([ASKED]))["content"] == "4"
+            async with http.get(f"{place.base_url}/models", headers=its_client.headers) as said:
+                assert said.status == 401, "its episode is over"
+            assert not engine.asked
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await http.get(f"{place.base_url}/models", headers=client.headers)
 
 
-def test_what_is_under_way_ends_with_the_episode(tokens):
-    async def run():
-        engine = Engine(tokens, "3")
-        engine.may_answer.clear()
-        async with served(session_of(engine)) as (_, client):
-            asking = asyncio.create_task(client.post([ASKED]))
-            while not engine.running:
-                await asyncio.sleep(0.01)
-        assert engine.running == 0
-        with pytest.raises(aiohttp.ClientError):
-            await asking
-
-    asyncio.run(run())
+async def test_what_is_under_way_ends_with_the_episode(tokens):
+    engine = Engine(tokens, "3")
+    engine.may_answer.clear()
+    async with served(session_of(engine)) as (_, client):
+        asking = asyncio.create_task(client.post([ASKED]))
+        while not engine.running:
+            await asyncio.sleep(0.01)
+    assert engine.running == 0
+    with pytest.raises(aiohttp.ClientError):
+        await asking

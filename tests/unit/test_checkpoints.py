@@ -11,11 +11,10 @@ import pytest
 from fake_part import NAMES, FakePart
 
 from relax_hpc.bus.plan import PlanPosition
-from relax_hpc.checkpoints import store
-from relax_hpc.checkpoints.store import MAX_FAILURES, Checkpoints, find
-from relax_hpc.comm.star import StarWorld
-from relax_hpc.comm.world import SoloWorld
 from relax_hpc.errors import BusError, CheckpointError, FencedError
+from relax_hpc.runtime.comm.world import SoloWorld, StarWorld
+from relax_hpc.trainer.checkpoints import store
+from relax_hpc.trainer.checkpoints.store import MAX_FAILURES, Checkpoints, find
 
 
 class Trainer:

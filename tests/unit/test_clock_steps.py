@@ -12,14 +12,12 @@ import psutil
 import pytest
 from toys import until
 
-from relax_hpc.comm.process_id import ProcessId
-from relax_hpc.fleet.scaling import Extra, ScaleState
-from relax_hpc.launch import local, local_step, record
-from relax_hpc.launch.sides import holder
-from relax_hpc.paths import ComponentPaths, RunPaths
-from relax_hpc.process_start import start_ticks
-from relax_hpc.rewards import process as rewards
-from relax_hpc.scale import scaler_main
+from relax_hpc.environments.rewards import process as rewards
+from relax_hpc.launch import holder, local, local_step, record
+from relax_hpc.runs.scale import scaler
+from relax_hpc.runs.scale.records import Extra, ScaleState
+from relax_hpc.runtime.paths import ComponentPaths, RunPaths
+from relax_hpc.runtime.process import ProcessId, start_ticks
 
 
 @pytest.fixture
@@ -129,12 +127,12 @@ def test_a_holder_that_nobody_has_told_to_end_has_failed(monkeypatch, tmp_path):
 @pytest.mark.parametrize("told", [False, True])
 def test_so_has_a_scaler_once_its_engines_have_ended(monkeypatch, tmp_path, told):
     ended = []
-    monkeypatch.setattr(scaler_main, "LocalSteps", lambda *_: None)
-    monkeypatch.setattr(scaler_main, "Scaler", lambda *_: SimpleNamespace(end=ended.append))
+    monkeypatch.setattr(scaler, "LocalSteps", lambda *_: None)
+    monkeypatch.setattr(scaler, "Scaler", lambda *_: SimpleNamespace(end=ended.append))
     events = SimpleNamespace(set=None, wait=lambda _: told, is_set=lambda: told)
-    monkeypatch.setattr(scaler_main, "threading", SimpleNamespace(Event=lambda: events))
-    monkeypatch.setattr(scaler_main, "signal", SimpleNamespace(signal=lambda *_: 0, SIGTERM=15))
-    main = started(monkeypatch, scaler_main, tmp_path, "--local")
+    monkeypatch.setattr(scaler, "threading", SimpleNamespace(Event=lambda: events))
+    monkeypatch.setattr(scaler, "signal", SimpleNamespace(signal=lambda *_: 0, SIGTERM=15))
+    main = started(monkeypatch, scaler, tmp_path, "--local")
     if told:
         main()
     else:

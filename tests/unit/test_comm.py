@@ -11,13 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from relax_hpc.comm import address, broadcast, bucket
-from relax_hpc.comm.broadcast import BroadcastGroup, Transfer
-from relax_hpc.comm.star import StarWorld
-from relax_hpc.comm.torch_store import open_store
-from relax_hpc.comm.world import SoloWorld, connect
 from relax_hpc.errors import PeerTimeoutError
-from relax_hpc.run_secret import RunSecret
+from relax_hpc.runtime.comm import address, bucket, torch_group
+from relax_hpc.runtime.comm.torch_group import BroadcastGroup, Transfer, open_store
+from relax_hpc.runtime.comm.world import SoloWorld, StarWorld, connect
+from relax_hpc.runtime.files.run_secret import RunSecret
 
 SECRET = RunSecret(bytes(32))
 
@@ -27,7 +25,8 @@ SECRET = RunSecret(bytes(32))
     [
         ("127.0.1.1", "10.9.0.1", "10.9.0.2", "ib0"),  # Debian's /etc/hosts
         ("127.0.0.1", "10.9.0.1", "10.9.0.2", "ib0"),
-        ("10.8.0.2", "10.9.0.1", "10.8.0.2", None),
+        ("10.8.0.2", "10.9.0.1", "10.9.0.2", "ib0"),  # O4: a name that leads to another network
+        (None, "10.9.0.1", "10.9.0.2", "ib0"),  # O5: a name that leads nowhere
         ("127.0.1.1", None, "127.0.1.1", None),  # no Slurm: all of it is here
         ("127.1.0.2", "127.0.0.1", "127.1.0.2", None),  # a Slurm whose nodes are all here
         ("127.0.1.1", "10.7.0.1", "127.0.1.1", None),  # no way there
@@ -38,7 +37,7 @@ def test_a_node_that_calls_itself_loopback_is_reached_as_its_launcher_reaches_it
 ):
     environment = {"SLURM_LAUNCH_NODE_IPADDR": launcher} if launcher else {}
     monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: named)
+    monkeypatch.setattr(address, "_address_of", lambda _: named)
     monkeypatch.setattr(address, "_towards", {"10.9.0.1": "10.9.0.2"}.get)
     own = {"lo": "127.0.0.1", "eth0": "10.8.0.2", "ib0": "10.9.0.2"}
     assert_taken(monkeypatch, environment, own, taken, interface)
@@ -46,10 +45,12 @@ def test_a_node_that_calls_itself_loopback_is_reached_as_its_launcher_reaches_it
 
 def assert_taken(monkeypatch, environment, own, taken, interface):
     """A node with these addresses, by interface, says one of them, and gloo takes the interface."""
-    cards = {name: [SimpleNamespace(address=each)] for name, each in own.items()}
+    cards = {
+        name: [SimpleNamespace(address=each, family=socket.AF_INET)] for name, each in own.items()
+    }
     monkeypatch.setattr(address.psutil, "net_if_addrs", lambda: cards)
     assert address.node_address() == taken
-    address.settle_gloo()
+    address.settle(None)
     assert environment.get("GLOO_SOCKET_IFNAME") == interface
 
 
@@ -65,7 +66,7 @@ HET = {
     [
         (TWO, "127.0.1.1", "10.9.0.1", "ib0"),
         (HET, "127.0.0.1", "10.9.0.1", "ib0"),
-        (HET, "10.8.0.1", "10.8.0.1", None),
+        (HET, "10.8.0.1", "10.9.0.1", "ib0"),
         (TWO | {"SLURM_JOB_NODELIST": "n[1,7]"}, "127.0.1.1", "10.8.0.1", "eth0"),  # no name
         ({"SLURM_JOB_NUM_NODES": "2"}, "127.0.1.1", "10.8.0.1", "eth0"),
         (TWO | {"SLURM_JOB_NODELIST": "v[1-2]"}, "127.0.1.1", "127.0.1.1", None),  # nodes are here
@@ -91,6 +92,7 @@ def test_on_the_node_that_starts_the_steps_the_way_to_the_jobs_others_counts(
     monkeypatch.setattr(socket, "gethostbyname", look_up)
     ways = {"10.9.0.2": "10.9.0.1", "10.9.0.4": "10.9.0.1", "192.0.2.1": "10.8.0.1"}
     monkeypatch.setattr(address, "_towards", ways.get)
+    monkeypatch.setattr(address, "_ask_slurm", lambda _: {})
     own = {"lo": "127.0.0.1", "eth0": "10.8.0.1", "ib0": "10.9.0.1"}
     assert_taken(monkeypatch, environment, own, taken, interface)
 
@@ -110,15 +112,12 @@ def tensors():
 
 
 def test_a_bucket_gives_back_every_tensor_bit_for_bit_even_unaligned():
-    flat = bucket.flatten(t for _, t in tensors())
-    assert flat.dtype == torch.uint8
+    flat = torch.cat([tensor.view(-1).view(torch.uint8) for _, tensor in tensors()])
     assert flat.numel() == 3 * 2 + 10 * 4 + 8  # the float32 begins at an odd place for it
-    specs = [(name, t.dtype, t.shape) for name, t in tensors()]
-    for (name, got), (wanted_name, wanted) in zip(
-        bucket.unflatten(flat, specs), tensors(), strict=True
-    ):
-        assert name == wanted_name
-        assert torch.equal(got, wanted)
+    specs = [bucket.Spec(name, t.dtype, t.shape) for name, t in tensors()]
+    found = [*bucket.unflatten(flat, specs)]
+    assert [name for name, _ in found] == ["a", "b", "c"]
+    assert all(torch.equal(got, want) for (_, got), (_, want) in zip(found, tensors(), strict=True))
 
 
 def test_buckets_keep_the_order_and_the_limit():
@@ -208,8 +207,8 @@ def test_no_watchdog_ends_a_process_whose_peers_may_go(monkeypatch, backend, wit
         seen.append(os.environ.get(name))
         return "group", None
 
-    monkeypatch.setattr(broadcast, "_world", world)
-    monkeypatch.setattr(broadcast, "_new_process_group_helper", make)
+    monkeypatch.setattr(torch_group, "_world", world)
+    monkeypatch.setattr(torch_group, "_new_process_group_helper", make)
     BroadcastGroup("h", 1, 0, 1, "g", backend, store=dist.HashStore())
     assert seen == [before if within == "before" else within]
     assert os.environ.get(name) == before
@@ -218,37 +217,47 @@ def test_no_watchdog_ends_a_process_whose_peers_may_go(monkeypatch, backend, wit
 def forking():
     """A context whose processes are forked from one that has imported torch."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["relax_hpc.comm.broadcast"])
+    context.set_forkserver_preload(["relax_hpc.runtime.comm.torch_group"])
     return context
 
 
-def agree(rank, size, rendezvous, out):
-    world = connect(
-        "files", rank=rank, size=size, rendezvous=rendezvous, secret=SECRET, timeout_s=60
-    )
-    said = [world.bcast({"step": i} if rank == 0 else None) for i in range(3)]
-    out.put((rank, said, world.allgather(rank * 10)))
-    world.barrier()
-
-
-def test_ranks_without_mpi_agree_through_a_file(tmp_path):
+def forked(size, target, *arguments):
+    """What each of so many processes says, in order."""
     context = forking()
     out = context.Queue()
     ranks = [
-        context.Process(target=agree, args=(rank, 3, tmp_path / "rendezvous.json", out))
-        for rank in range(3)
+        context.Process(target=target, args=(rank, size, *arguments, out)) for rank in range(size)
     ]
     for process in ranks:
         process.start()
     found = sorted(out.get(timeout=90) for _ in ranks)
     for process in ranks:
         process.join(30)
+    assert [process.exitcode for process in ranks] == [0] * size
+    return found
+
+
+def through_a_file(rank, size, rendezvous):
+    return connect(
+        "files", rank=rank, size=size, rendezvous=rendezvous, secret=SECRET, timeout_s=60
+    )
+
+
+def agree(rank, size, rendezvous, out):
+    world = through_a_file(rank, size, rendezvous)
+    said = [world.bcast({"step": i} if rank == 0 else None) for i in range(3)]
+    out.put((rank, said, world.allgather(rank * 10)))
+    world.barrier()
+
+
+def test_ranks_without_mpi_agree_through_a_file(tmp_path):
+    found = forked(3, agree, tmp_path / "rendezvous.json")
     assert found == [(r, [{"step": i} for i in range(3)], [0, 10, 20]) for r in range(3)]
 
 
-def divide(rank, rendezvous, out):
+def divide(rank, size, rendezvous, out):
     """4 ranks, even and odd; then each half once more, by what is left of its rank."""
-    world = connect("files", rank=rank, size=4, rendezvous=rendezvous, secret=SECRET, timeout_s=60)
+    world = through_a_file(rank, size, rendezvous)
     half = world.split(rank % 2)
     said = [half.bcast(f"{world.rank} says {i}") for i in range(3)]
     alone = half.split(half.rank)
@@ -257,19 +266,7 @@ def divide(rank, rendezvous, out):
 
 
 def test_ranks_of_a_colour_are_a_world_of_their_own(tmp_path):
-    context = forking()
-    out = context.Queue()
-    ranks = [
-        context.Process(target=divide, args=(rank, tmp_path / "rendezvous.json", out))
-        for rank in range(4)
-    ]
-    for process in ranks:
-        process.start()
-    found = sorted(out.get(timeout=90) for _ in ranks)
-    for process in ranks:
-        process.join(30)
-    assert [process.exitcode for process in ranks] == [0] * 4
-    for rank, half_rank, said, members, alone, size in found:
+    for rank, half_rank, said, members, alone, size in forked(4, divide, tmp_path / "rendezvous"):
         assert (half_rank, members) == (rank // 2, [rank % 2, rank % 2 + 2])
         assert said == [f"{rank % 2} says {i}" for i in range(3)]
         assert (alone, size) == (rank, 1)
@@ -374,11 +371,6 @@ def test_ranks_may_come_before_rank_0_and_more_than_a_connection_holds_gets_thro
     assert np.array_equal(received, big)
 
 
-def test_a_world_of_one_splits_into_itself():
-    world = SoloWorld()
-    assert world.split(3) is world
-
-
 def test_a_missing_rank_0_is_named(tmp_path):
     with pytest.raises(PeerTimeoutError, match=r"rank 0 wrote no .*rendezvous"):
         connect(
@@ -386,18 +378,22 @@ def test_a_missing_rank_0_is_named(tmp_path):
             timeout_s=0.2,
         )  # fmt: skip
     alone = connect("files", rank=0, size=1, rendezvous=tmp_path / "x", secret=SECRET)
-    assert isinstance(alone, SoloWorld)
+    assert isinstance(alone, SoloWorld) and alone.split(3) is alone
 
 
-def receive(port, name, out):
+def member_of(port, rank, name, **options):
+    return BroadcastGroup("127.0.0.1", port, rank, 2, name, "gloo", timeout_s=60, **options)
+
+
+def receive(port, out):
     torch.set_num_threads(1)
     for index in range(2):
-        group = BroadcastGroup("127.0.0.1", port, 1, 2, f"{name}-{index}", "gloo", timeout_s=60)
+        group = member_of(port, 1, f"group-{index}")
         received = torch.zeros(4)
         group.broadcast(received)
         out.put(received.tolist())
         group.close()
-    group = BroadcastGroup("127.0.0.1", port, 1, 2, f"{name}-left", "gloo", timeout_s=60)
+    group = member_of(port, 1, "group-left")
     out.put("waits")
     try:
         group.broadcast(torch.zeros(4))
@@ -408,18 +404,14 @@ def receive(port, name, out):
 def test_groups_can_follow_each_other_and_who_leaves_one_keeps_nobody_waiting():
     context = forking()
     out, store = context.Queue(), open_store("127.0.0.1", 2, timeout_s=60)
-    member = context.Process(target=receive, args=(store.port, "group", out))
+    member = context.Process(target=receive, args=(store.port, out))
     member.start()
     for index in range(2):
-        group = BroadcastGroup(
-            "127.0.0.1", store.port, 0, 2, f"group-{index}", "gloo", store=store, timeout_s=60
-        )
+        group = member_of(store.port, 0, f"group-{index}", store=store)
         group.broadcast(torch.full((4,), float(index + 1)))
         assert out.get(timeout=60) == [index + 1.0] * 4
         group.close()
-    group = BroadcastGroup(
-        "127.0.0.1", store.port, 0, 2, "group-left", "gloo", store=store, timeout_s=60
-    )
+    group = member_of(store.port, 0, "group-left", store=store)
     assert out.get(timeout=60) == "waits"
     group.close()
     assert "Connection" in out.get(timeout=30)  # reset, or closed by peer

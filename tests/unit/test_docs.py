@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import runpy
 import tomllib
 from pathlib import Path
 from typing import get_args, get_origin
@@ -13,20 +14,18 @@ from typer.testing import CliRunner
 
 from relax_hpc.algorithms.algorithm import Algorithm
 from relax_hpc.algorithms.table import PARTS
-from relax_hpc.cli import page as cli_page
-from relax_hpc.cli.keys import PAGES as PAGES_MADE
 from relax_hpc.cli.keys import all_keys
 from relax_hpc.cli.main import app
+from relax_hpc.config.job_file import validate
 from relax_hpc.config.keys import TOLD_ONCE
-from relax_hpc.config.run import RunConfig
-from relax_hpc.config.sft import SftRunConfig
-from relax_hpc.job_file import validate
+from relax_hpc.config.run import RunConfig, SftRunConfig
+from relax_hpc.runtime.telemetry.event_table import EVENTS
 from relax_hpc.schema import COLUMNS, ROLES, Role
-from relax_hpc.telemetry.event_table import EVENTS
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES_BY_NAME = {page.name: page for page in PAGES}
+PAGES_MADE = runpy.run_path(str(ROOT / "docs" / "site" / "reference.py"))["PAGES"]
 COMMANDS = typer.main.get_command(app).commands
 OURS = ("jobs", "slurm", "docs", "relax_hpc", "tests")
 
@@ -51,68 +50,6 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(page):
         file = (page.parent / target).resolve() if target else page
         assert file.exists(), f"{page.name}: {link}"
         assert not anchor or anchor in anchors(file), f"{page.name}: {link} has no such heading"
-
-
-def named_tests(text):
-    """(file, function) of links to tests, whose titles name one."""
-    return re.findall(r'\]\(\.\./(tests/[^)\s]+) "(\w+)"\)', text)
-
-
-def missing(named):
-    """Those of some tests that are not in their files."""
-    return [
-        (file, name)
-        for file, name in named
-        if not (ROOT / file).exists()
-        or not re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE)
-    ]
-
-
-def rows_below(heading):
-    """Rows of the table below a heading of the page on operations, with the head."""
-    text = PAGES_BY_NAME["operations.md"].read_text()
-    section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    return [line for line in section.splitlines() if line.startswith("| ")]
-
-
-@pytest.mark.parametrize(("heading", "least"), [("When something dies", 28), ("Hangs", 6)])
-def test_every_end_in_the_tables_has_a_test_that_is_there(heading, least):
-    head, *rows = rows_below(heading)
-    assert len(rows) >= least and head.endswith("| tests |")
-    for row in rows:
-        named = named_tests(row)
-        assert named and missing(named) == [], row
-        assert row.count("](../tests/") == len(named), row
-        assert row.count("|") == head.count("|"), row
-
-
-DONE_BY = {
-    "a node, or the batch script": '"node lost": 1',
-    "a preemption without notice": '["scontrol", "requeue"',
-    "a component is cancelled": "CANCELLED",
-    "Slurm's controller is away": '"ctld-kill"',
-    "an engine is": "SIGSTOP",
-    "a task that is stopped": "SIGSTOP",
-}
-"""Beginning of a row -> what does that in a test that is linked, or beside it."""
-
-
-@pytest.mark.parametrize("begins", DONE_BY)
-def test_a_test_of_an_end_does_that_to_a_run(begins):
-    rows = rows_below("When something dies") + rows_below("Hangs")
-    [row] = [row for row in rows if row.startswith(f"| {begins}")]
-    files = {ROOT / file for file, _ in named_tests(row)}
-    beside = {file.with_name(file.name.removeprefix("test_")) for file in files}
-    texts = [file.read_text() for file in files | beside if file.exists()]
-    assert any(DONE_BY[begins] in text for text in texts)
-
-
-def test_a_test_that_is_not_there_would_be_noticed():
-    there = ("tests/unit/test_docs.py", "test_a_test_that_is_not_there_would_be_noticed")
-    other, nowhere = (there[0], "test_another"), ("tests/unit/test_no_docs.py", there[1])
-    assert missing([there, other, nowhere]) == [other, nowhere]
-    row = f'| a | b | c | [1](../{there[0]} "{there[1]}") [2](../tests/x.py) |'
-    assert named_tests(row) == [there] and row.count("](../tests/") == 2
 
 
 def code(page):
@@ -242,10 +179,6 @@ def test_pages_that_are_made_of_the_code_are_those_of_today(name):
     assert PAGES_BY_NAME[name].read_text() == PAGES_MADE[name](), "run `make docs`"
 
 
-def test_the_page_of_commands_is_that_of_today():
-    assert PAGES_BY_NAME["cli.md"].read_text() == cli_page.text(), "run `make docs`"
-
-
 def test_a_key_is_explained_with_its_value_in_a_job():
     found = CliRunner().invoke(
         app, ["check", "jobs/tiny/arithmetic.toml", "--explain", "actor.optimizer"]
@@ -279,7 +212,9 @@ def test_keys_lists_every_setting_and_names_the_nearest():
 
 
 def test_each_test_that_the_page_on_security_names_is_there():
-    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs" / "security.md").read_text())
+    named = re.findall(
+        r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs" / "explanation" / "security.md").read_text()
+    )
     assert len(named) > 12
     for file, test in named:
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"

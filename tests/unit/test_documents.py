@@ -5,16 +5,16 @@ import json
 import numpy as np
 import pytest
 
-from relax_hpc.config.sft import SftConfig
-from relax_hpc.demo import checkpoint
+from relax_hpc.cli.demo import models
+from relax_hpc.config.run import SftConfig
+from relax_hpc.data.documents import Documents, batch_end, count_steps
+from relax_hpc.data.rows import open_rows
 from relax_hpc.errors import ConfigError
-from relax_hpc.prompts.documents import Documents, batch_end, count_steps
-from relax_hpc.prompts.files import open_rows
 
 
 @pytest.fixture(scope="module")
 def tokens():
-    return checkpoint.tokenizer()
+    return models.tokenizer()
 
 
 def conversation(answer, question="q"):
@@ -49,9 +49,8 @@ def test_three_ways_to_write_a_document_give_the_same_tokens(tmp_path, tokens):
 def test_turns_in_a_prompt_are_not_trained_on_and_tools_go_to_the_template(tmp_path, tokens):
     turns = [{"role": r, "content": r[0]} for r in ("user", "assistant", "user")]
     line = {"prompt": turns, "completion": "b", "tools": [{"name": "f"}]}
-    tokens = checkpoint.tokenizer(
-        chat_template="{%- for tool in tools %}{{- tool.name }}{%- endfor %}"
-        + checkpoint.CHAT_TEMPLATE
+    tokens = models.tokenizer(
+        chat_template="{%- for tool in tools %}{{- tool.name }}{%- endfor %}" + models.CHAT_TEMPLATE
     )
     document = open_documents(tmp_path, tokens, [line]).document(0)
     assert tokens.decode(document.token_ids[document.loss_mask == 1]) == "b<|im_end|>"

@@ -1,27 +1,37 @@
-"""Arguments of an engine at its start, and the words of its log; nothing is started here."""
+"""Arguments of an engine, words of its log, pools of engines; nothing is started here."""
 
 import json
 import os
 import re
+import shutil
 import socket
 from functools import partial
 from types import SimpleNamespace
 
 import httpx
 import pytest
+from roles.role_fakes import config
 
-from relax_hpc.comm.orders import LOADER, Order
-from relax_hpc.config import engines as pools
+from relax_hpc.config import engines
+from relax_hpc.config.checks import check_pool
 from relax_hpc.config.engines import EnginePool
 from relax_hpc.config.rollout import WeightsConfig
-from relax_hpc.engines.child import EngineProcess
-from relax_hpc.engines.client import EngineClient
-from relax_hpc.engines.ports import held_port
-from relax_hpc.engines.sglang import diagnosis, launch
-from relax_hpc.engines.sglang.launch import Share, size_of
 from relax_hpc.errors import ConfigError
+from relax_hpc.inference import members
+from relax_hpc.inference.client import EngineClient
+from relax_hpc.inference.members import Member
+from relax_hpc.inference.process import EngineProcess
+from relax_hpc.inference.sglang import launch
+from relax_hpc.inference.sglang.launch import size_of
+from relax_hpc.inference.spec import ALONE, EngineSpec, NodeShare
+from relax_hpc.launch.placement import place
 from relax_hpc.roles.context import TaskContext
-from relax_hpc.roles.engine.hosting import Slot, args_on_own_gpus, slots_of
+from relax_hpc.roles.engine import check, host, loop
+from relax_hpc.roles.engine.host import EngineSlot, args_on_own_gpus, slots_of
+from relax_hpc.roles.facts import Facts
+from relax_hpc.runtime.comm.address import hold_port
+from relax_hpc.runtime.comm.orders import LOADER, Order
+from relax_hpc.runtime.paths import RunPaths
 
 # The lines of a start of SGLang 0.5.17 on a GPU that tell how far it is.
 LOG = [
@@ -42,11 +52,11 @@ def listen(host, port):
 
 
 def test_a_held_port_is_free_for_its_server_and_found_by_nobody_else():
-    with held_port("127.0.0.1") as port:
+    with hold_port("127.0.0.1") as port:
         assert listen("127.0.0.1", port)  # create_server sets SO_REUSEADDR, as uvicorn does
         found = set()
         for _ in range(2000):
-            with held_port("127.0.0.1") as other:
+            with hold_port("127.0.0.1") as other:
                 found.add(other)
         assert port not in found
         with socket.socket() as careless, pytest.raises(OSError, match="in use"):
@@ -63,43 +73,35 @@ def test_keys_are_recomputed_only_where_no_prefix_of_an_old_policy_can_be_found(
 
 def test_every_line_of_a_start_moves_its_phase_on():
     said = ""
-    assert diagnosis.phase(said) == "importing"
+    assert launch.phase(said) == "importing"
     for line, phase in LOG:
         said += f"{line}\n"
-        assert diagnosis.phase(said) == phase
+        assert launch.phase(said) == phase
+
+
+STATIC = r"engines\.rollout\.args\.mem_fraction_static \(0\.9\)"
 
 
 @pytest.mark.parametrize(
     ("said", "helps"),
     [
-        (
-            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
-            r"lower engines\.rollout\.args\.mem_fraction_static \(0\.9\)",
-        ),
-        (
-            "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
-            r"raise engines\.rollout\.args\.mem_fraction_static \(0\.9\)",
-        ),
-        (
-            "ValueError: Loaded weights leave no GPU memory for the KV cache under --mem-fraction-"
-            "static=0.9. Raise --mem-fraction-static above 0.976.",
-            r"raise engines\.rollout\.args\.mem_fraction_static \(0\.9\)",
-        ),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.", f"lower {STATIC}"),
+        ("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
+         f"raise {STATIC}"),
+        ("ValueError: Loaded weights leave no GPU memory for the KV cache under --mem-fraction-"
+         "static=0.9. Raise --mem-fraction-static above 0.976.", f"raise {STATIC}"),
         ("    assert self.total_num_heads % attn_tp_size == 0", r"tp_size \(3\): use a divisor"),
         ("RuntimeError: CUDA error: invalid device ordinal", r"resources\.gpus_per_node"),
         ("ModuleNotFoundError: No module named 'sglang'", "without SGLang"),
-        (
-            "/bin/python: Error while finding module specification for 'relax_hpc.engines.sglang."
-            "serve' (ModuleNotFoundError: No module named 'relax_hpc')",
-            "without this package",
-        ),
+        ("/bin/python: Error while finding module specification for 'relax_hpc.inference.sglang."
+         "serve' (ModuleNotFoundError: No module named 'relax_hpc')", "without this package"),
         ("[Errno 98] error while attempting to bind: address already in use", "port was taken"),
         ("KeyError: 'unheard of'", "^$"),
     ],
-)
+)  # fmt: skip
 def test_a_known_cause_is_answered_with_what_to_change(said, helps):
     args = {"mem_fraction_static": 0.9, "tp_size": 3}
-    assert re.search(helps, diagnosis.remedy(f"much\n{said}\nmore", args))
+    assert re.search(helps, launch.remedy(f"much\n{said}\nmore", args))
 
 
 def test_an_engine_takes_as_many_gpus_as_its_ranks_by_whichever_name_they_are_given():
@@ -127,22 +129,18 @@ def test_what_an_engine_here_cannot_do_is_refused_by_key(args, answer):
 
 def test_a_part_of_an_engine_is_told_its_rank_and_where_to_meet(tmp_path):
     def argv(share):
-        return launch.arguments(
-            tmp_path, host="h", port=1, device="cuda", dtype="bfloat16", seed=0,
-            max_running_requests=8, engine_args={"tp_size": 16}, share=share,
-        )  # fmt: skip
+        spec = EngineSpec("sglang", tmp_path, args={"tp_size": 16})
+        return launch.arguments(spec, host="h", port=1, device="cuda", share=share)
 
-    text = " ".join(argv(Share(2, 1, "10.0.0.1:777")))
+    text = " ".join(argv(NodeShare(2, 1, "10.0.0.1:777")))
     assert "--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:777" in text
-    assert "nnodes" not in " ".join(argv(launch.ALONE))
+    assert "nnodes" not in " ".join(argv(ALONE))
 
 
 def test_an_engine_that_is_sent_8_bits_is_told_so_and_reads_no_weights(tmp_path):
     config = WeightsConfig(quantize="fp8", modules_to_not_convert=["lm_head"])
-    argv = launch.arguments(
-        tmp_path, host="h", port=1, device="cuda", dtype="bfloat16", seed=0,
-        max_running_requests=8, engine_args={}, quantization=config.quantization_config,
-    )  # fmt: skip
+    spec = EngineSpec("sglang", tmp_path, quantization=config.quantization_config)
+    argv = launch.arguments(spec, host="h", port=1, device="cuda")
     assert argv[argv.index("--load-format") + 1] == "dummy"
     said = json.loads(argv[argv.index("--json-model-override-args") + 1])["quantization_config"]
     assert said == {
@@ -154,10 +152,9 @@ def test_an_engine_that_is_sent_8_bits_is_told_so_and_reads_no_weights(tmp_path)
 
 
 def test_the_command_line_of_an_engine_is_the_one_written_down(tmp_path):
-    argv = launch.arguments(
-        tmp_path, host="10.0.0.1", port=7, device="cuda", dtype="bfloat16", seed=3,
-        max_running_requests=8, engine_args={"tp_size": 2, "disable_radix_cache": True},
-    )  # fmt: skip
+    args = {"tp_size": 2, "disable_radix_cache": True}
+    spec = EngineSpec("sglang", tmp_path, "bfloat16", args, seed=3, max_running_requests=8)
+    argv = launch.arguments(spec, host="10.0.0.1", port=7, device="cuda")
     assert argv == [
         "--skip-tokenizer-init", "--grammar-backend", "none", "--incremental-streaming-output",
         "--uvicorn-access-log-exclude-prefixes", "/model_info", "/v1/loads", "/health",
@@ -168,10 +165,8 @@ def test_the_command_line_of_an_engine_is_the_one_written_down(tmp_path):
 
 
 def test_an_engine_on_a_cpu_starts_although_others_take_memory_meanwhile(tmp_path):
-    argv = launch.arguments(
-        tmp_path, host="h", port=1, device="cpu", dtype="float32", seed=0,
-        max_running_requests=8, engine_args={},
-    )  # fmt: skip
+    spec = EngineSpec("sglang", tmp_path)
+    argv = launch.arguments(spec, host="h", port=1, device="cpu")
     # SGLang holds what is free after loading against 1 - this of what was free before.
     assert argv[argv.index("--mem-fraction-static") + 1] == "0.5"
     assert argv[argv.index("--max-total-tokens") + 1] == "32768"
@@ -182,13 +177,13 @@ def test_the_token_of_an_engine_is_in_its_file_of_options(tmp_path):
     assert json.loads((tmp_path / "options").read_text()) == {"api-key": "secret"}
 
 
-def client_of(answer):
-    """A client of a server that answers so, and what it is asked."""
+def client_of(code_of):
+    """A client of a server that answers with these codes, and what it is asked."""
     asked = []
 
     def serve(request):
         asked.append((request.url.path, json.loads(request.content)))
-        return answer(request.url.path)
+        return httpx.Response(code_of(request.url.path), json={"success": True})
 
     client = EngineClient("http://engine", "t")
     transport = httpx.MockTransport(serve)
@@ -197,7 +192,7 @@ def client_of(answer):
 
 
 def test_a_version_is_named_with_the_bucket_that_completes_it():
-    client, asked = client_of(lambda path: httpx.Response(200, json={"success": True}))
+    client, asked = client_of(lambda _: 200)
     for name, last in (("a", False), ("b", True)):
         client.update_weights([name], ["bfloat16"], [(2, 3)], group="g", version=7, last=last)
     target = {"selector": "target", "disable_draft_model": True}
@@ -213,9 +208,7 @@ def test_a_version_is_named_with_the_bucket_that_completes_it():
 
 def test_a_server_without_sessions_is_asked_for_one_once():
     order = Order("s", "g", "receive", 1.0)
-    client, asked = client_of(
-        lambda path: httpx.Response(404 if "begin" in path else 200, json={"success": True})
-    )
+    client, asked = client_of(lambda path: 404 if "begin" in path else 200)
     for version in (1, 2):
         client.receive_weights([order], version=version)
     update = "/update_weights_from_tensor"
@@ -226,7 +219,7 @@ def test_a_server_without_sessions_is_asked_for_one_once():
 @pytest.mark.parametrize(("replies", "asks"), [([200] * 3, 2), ([400, 200, 200, 200, 200], 3)])
 def test_whoever_is_given_weights_is_told_to_leave_its_draft_model_alone(replies, asks):
     answers = iter(replies)
-    client, asked = client_of(lambda path: httpx.Response(next(answers), json={"success": True}))
+    client, asked = client_of(lambda _: next(answers))
     client.receive_weights([Order("s", "g", "receive", 1.0)], version=1)
     told = [body for path, body in asked if not path.startswith("/end")]
     assert len(told) == asks
@@ -235,7 +228,7 @@ def test_whoever_is_given_weights_is_told_to_leave_its_draft_model_alone(replies
 
 def test_a_session_that_a_dead_sender_left_open_is_closed_first():
     replies = iter([400, 200, 200, 200, 200])
-    client, asked = client_of(lambda path: httpx.Response(next(replies), json={"success": True}))
+    client, asked = client_of(lambda _: next(replies))
     client.receive_weights([Order("s", "g", "receive", 1.0)], version=1)
     begin, end = "/begin_weight_update", "/end_weight_update"
     paths = [path for path, _ in asked]
@@ -250,10 +243,7 @@ def test_neighbouring_tasks_share_an_engine_that_spans_nodes():
     spread = EnginePool(kind="sglang", count=2, nodes_per_engine=2, resources={"nodes": 4})
     slots = [slots_of(spread, context(rank, 0))[0] for rank in range(4)]
     assert [(slot.id, slot.number, slot.part) for slot in slots] == [
-        ("rollout-0", 0, 0),
-        ("rollout-0", 0, 1),
-        ("rollout-1", 1, 0),
-        ("rollout-1", 1, 1),
+        (f"rollout-{number}", number, part) for number in range(2) for part in range(2)
     ]
 
 
@@ -272,43 +262,34 @@ def test_a_task_with_several_engines_has_a_seat_for_each_and_gpus_in_their_order
     assert taken == [0, 2, 4, 6] * 2
 
 
-@pytest.mark.parametrize(
-    ("settings", "answer"),
-    [
-        ({"count": 3}, "does not divide engines.rollout.count = 3"),
-        (
-            {"kind": "sglang", "nodes_per_engine": 2, "resources": {"nodes": 2}},
-            r"over 2 nodes .* use 1",
-        ),
-    ],
-)
-def test_engines_share_a_task_only_where_they_can(settings, answer):
-    settings = {"count": 2, "engines_per_task": 2, **settings}
-    with pytest.raises(ValueError, match=answer):
-        pools.check("rollout", EnginePool.model_validate(settings))
-
-
 @pytest.mark.parametrize(("nodes", "first"), [(1, [0, 4, 8, 12]), (2, [0, 2, 4, 6])])
 def test_engines_of_one_node_take_its_gpus_one_after_the_other(nodes, first):
     pool = EnginePool(
         kind="sglang", nodes_per_engine=nodes, args={"tp_size": 4},
         resources={"nodes": nodes, "gpus_per_node": 16},
     )  # fmt: skip
-    slots = [Slot("rollout-0", 0, local_index) for local_index in range(4)]
+    slots = [EngineSlot("rollout-0", 0, local_index) for local_index in range(4)]
     taken = [args_on_own_gpus(pool, slot)["base_gpu_id"] for slot in slots]
     assert taken == first
+
+
+SHARED = {"count": 2, "engines_per_task": 2}
 
 
 @pytest.mark.parametrize(
     ("settings", "answer"),
     [
-        ({"kind": "embedded", "resources": {"nodes": 2}}, "use engines.rollout.kind = 'sglang'"),
-        ({"kind": "sglang"}, "1 engines take 2 nodes of their own"),
+        (SHARED | {"count": 3}, "does not divide engines.rollout.count = 3"),
+        (SHARED | {"kind": "sglang", "nodes_per_engine": 2, "resources": {"nodes": 2}},
+         r"over 2 nodes .* use 1"),
+        ({"kind": "embedded", "nodes_per_engine": 2, "resources": {"nodes": 2}},
+         "use engines.rollout.kind = 'sglang'"),
+        ({"kind": "sglang", "nodes_per_engine": 2}, "1 engines take 2 nodes of their own"),
     ],
-)
-def test_an_engine_spans_nodes_only_where_it_can(settings, answer):
+)  # fmt: skip
+def test_engines_share_a_task_and_span_nodes_only_where_they_can(settings, answer):
     with pytest.raises(ValueError, match=answer):
-        pools.check("rollout", EnginePool.model_validate({"nodes_per_engine": 2, **settings}))
+        check_pool("rollout", EnginePool.model_validate(settings))
 
 
 def test_an_engine_that_died_of_another_rank_that_had_no_memory_is_told_of_it(tmp_path):
@@ -324,9 +305,110 @@ def test_an_engine_that_died_of_another_rank_that_had_no_memory_is_told_of_it(tm
     lost = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:27288"
     assert engine.cause() == lost
     args = {"mem_fraction_static": 0.85}
-    engine.remedy_for = partial(diagnosis.remedy, engine_args=args, pool="engines.a")
+    engine.remedy_for = partial(launch.remedy, engine_args=args, pool="engines.a")
     assert engine.cause().startswith(
         f"{lost}: out of memory: lower engines.a.args.mem_fraction_static (0.85), "
     )
     (tmp_path / "log").write_text("x" * 40)
     assert engine.cause() == ""
+
+
+def test_every_job_has_the_pool_that_follows_the_policy_and_others_stay_as_they_are():
+    assert config().engines.keys() == {"rollout"}
+    settings = config(engines__judge__model="judge", engines__judge__count=2)
+    assert list(settings.engines) == ["rollout", "judge"]
+    found = {name: engines.follows_policy(name) for name in settings.engines}
+    assert found == {"rollout": True, "judge": False}
+    assert settings.engines_in("judge") == ["judge-0", "judge-1"]
+    assert settings.rollout_engines == settings.producers == ["rollout-0"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "answer"),
+    [
+        ({"engines__judge__weights": "policy"}, "engines.judge.weights = 'policy': is gone, the"),
+        ({"engines__rollout__model": "m"}, "engines.rollout.model = 'm': its weights follow"),
+        ({"engines__judge__placement": "actor"}, "engines.judge.placement = 'actor': only the po"),
+        ({"engines__judge__resources__max_nodes": 2}, "engines.judge.resources.max_nodes = 2: eng"),
+        ({"engines__judge__count": 3, "engines__judge__engines_per_task": 2}, "engines.judge.engi"),
+        ({"engines__judge__nodes_per_engine": 2}, "engines.judge.nodes_per_engine = 2: the embed"),
+        ({"engines__judge__resources__nodes": 2}, "engines.judge.count = 1: does not divide over"),
+        ({"engines__Judge__count": 1}, "engines.Judge = 'Judge': use letters of a to z,"),
+        ({"engines__judge__kimd": "sglang"}, "unknown key; did you mean engines.judge.kind?"),
+    ],
+)
+def test_what_a_pool_cannot_be_is_refused_by_its_name(settings, answer):
+    with pytest.raises(ConfigError) as refused:
+        config(**settings)
+    assert answer in str(refused.value)
+
+
+def test_a_pool_of_its_own_is_a_component_between_rollout_and_the_actor():
+    components = place(
+        config(
+            engines__judge__count=4, engines__judge__engines_per_task=2,
+            engines__judge__resources__gpus_per_node=2,
+        )
+    )  # fmt: skip
+    assert [each.name for each in components] == ["rollout", "judge", "actor"]
+    judge = components[1]
+    assert (judge.tasks, judge.resources.gpus_per_node) == (2, 2)
+    assert judge.key == "engines.judge.resources"
+
+
+@pytest.mark.parametrize("name", ["actor", "extra", "reference"])
+def test_a_pool_is_not_called_like_another_component(name):
+    settings = {f"engines__{name}__count": 1, "reference__placement": "own"}
+    with pytest.raises(ConfigError, match=rf"another component is called {name}; choose"):
+        place(config(**settings))
+
+
+def test_engines_of_a_fixed_pool_are_started_with_what_is_theirs_and_not_the_policys():
+    settings = config(
+        model__path="policy", seed=7, weights__quantize="fp8", weights__kv_cache="recompute",
+        engines__rollout__kind="sglang", engines__judge__kind="sglang",
+        engines__judge__model="judge", engines__judge__args={"tp_size": 2},
+        engines__judge__resources__gpus_per_node=4, engines__judge__count=2,
+        engines__judge__max_running_requests=5,
+    )  # fmt: skip
+    context = TaskContext("judge", 1, 2, 1, attempt="7.0", start=1, node="n")
+    [slot] = host.slots_of(settings.engines["judge"], context)
+    made = host.hosting_of(settings, slot, "judge")
+    spec = made.spec
+    assert (slot.id, str(spec.model_path), spec.pool, spec.seed) == ("judge-1", "judge", "judge", 8)
+    assert spec.args == {"tp_size": 2, "base_gpu_id": 2} and spec.max_running_requests == 5
+    assert spec.quantization is None and not made.recomputes
+    rollout = host.hosting_of(settings, slot)
+    assert str(rollout.spec.model_path) == "policy" and rollout.spec.quantization
+    assert rollout.recomputes
+
+
+def test_a_pools_model_is_looked_at_before_the_job(tiny_model, tmp_path):
+    good = {"model__path": str(tiny_model), "engines__judge__model": str(tiny_model)}
+    facts = Facts(tiny_model)
+    check.check_pools(config(**good), facts)
+    with pytest.raises(ConfigError, match=r"engines\.judge\.model = '.*none'"):
+        check.check_pools(config(**good | {"engines__judge__model": str(tmp_path / "none")}), facts)
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    settings = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(settings | {"vocab_size": 77}))
+    with pytest.raises(ConfigError, match=r"engines\.judge\.model = .*other: "):
+        check.check_pools(config(**good | {"engines__judge__model": str(other)}), facts)
+    with pytest.raises(ConfigError, match=r"engines\.judge\.args\.num_thread: the embedded"):
+        check.check_pools(config(**good, engines__judge__args={"num_thread": 2}), facts)
+
+
+def test_a_fixed_pool_is_there_until_rollout_has_scored_the_last_policy(tmp_path):
+    settings, paths = config(engines__rollout__count=2), RunPaths(tmp_path)
+
+    def rollout(*states):
+        for number, state in enumerate(states):
+            record = Member(f"rollout-{number}", "7.0-1-1", "", 1, "embedded", state)
+            members.announce(paths, record)
+        return loop.is_rollout_gone(settings, paths)
+
+    assert not rollout()
+    assert not rollout("GONE")
+    assert not rollout("GONE", "HEALTHY")
+    assert rollout("GONE", "FAILED")

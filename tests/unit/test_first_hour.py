@@ -1,4 +1,4 @@
-"""What a new user expects of the command line, row by row; each case carries its row's words."""
+"""What a new user expects of the command line; test_expectations names it row by row."""
 
 import json
 import os
@@ -8,24 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-import fake_slurm
 import pytest
 import typer.main
 from typer.testing import CliRunner
 
 from relax_hpc.cli import main
 from relax_hpc.cli.main import app
-from relax_hpc.engines import optional_packages
-from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.launch import known_runs, states, submit
-from relax_hpc.paths import RunPaths
-from relax_hpc.runs import depend, log_text, report, resume, screen, summary, watching
+from relax_hpc.errors import ConfigError
+from relax_hpc.launch import known_runs, submit
+from relax_hpc.runs import logs, overview, report, screen, status, summary
 from relax_hpc.runs import logs as run_logs
-from relax_hpc.telemetry.events import EventWriter
-
-
-def row(text):
-    return pytest.mark.parametrize("row", [text], ids=[text])
+from relax_hpc.runtime import devices
+from relax_hpc.runtime.paths import RunPaths
 
 
 def cli(*words, **environment):
@@ -33,12 +27,11 @@ def cli(*words, **environment):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(slurm, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.delenv("RELAX_RUN_ROOT", raising=False)
     monkeypatch.chdir(tmp_path)
-    yield fake_slurm.make(tmp_path, monkeypatch)
-    states.has_accounting.cache_clear()
+    return slurm
 
 
 def elsewhere(tmp_path, monkeypatch):
@@ -54,8 +47,7 @@ def write_steps(run_dir, *events):
     path.write_text("".join(f"{json.dumps(common | event)}\n" for event in events))
 
 
-@row("--version, -h, --install-completion")
-def test_a_program_has_the_options_that_every_program_has(row):
+def test_a_program_has_the_options_that_every_program_has():
     assert cli("--version").output == "relax-hpc 0.1.0\n"
     for command in ([], ["status"], ["bus", "ls"]):
         assert cli(*command, "-h").output == cli(*command, "--help").output != ""
@@ -77,8 +69,7 @@ def test_the_help_of_every_command_has_an_example_of_it():
         assert f"relax-hpc {name}" in (each.epilog or ""), name
 
 
-@row("--version, -h, --install-completion")
-def test_names_of_runs_are_completed(run, row, tmp_path, monkeypatch):
+def test_names_of_runs_are_completed(run, tmp_path, monkeypatch):
     known_runs.remember(run.run_dir)
     (tmp_path / "runs" / "other").mkdir()
     elsewhere(tmp_path, monkeypatch)
@@ -88,8 +79,7 @@ def test_names_of_runs_are_completed(run, row, tmp_path, monkeypatch):
         assert answer.output.strip() == said
 
 
-@row("list my runs")
-def test_my_runs_are_listed_with_state_step_reward_and_age(run, row, tmp_path, monkeypatch):
+def test_my_runs_are_listed_with_state_step_reward_and_age(run, tmp_path, monkeypatch):
     run.says("7+0|RUNNING", "7+1|RUNNING")
     write_steps(run.run_dir, {"step": 3, "reward/mean": 0.25}, {"step": 4, "reward/mean": 0.5})
     assert cli("ls").output.splitlines()[1].split() == ["run", "RUNNING", "4/30", "0.500", "0", "s"]
@@ -125,8 +115,7 @@ def test_a_run_whose_name_others_have_is_called_by_its_directory(run, tmp_path, 
     assert [main._name(each) for each in (run.run_dir, twin)] == [str(run.run_dir), str(twin)]
 
 
-@row("list my runs")
-def test_many_runs_are_one_question_to_slurm_and_those_of_one_name_are_told_apart(run, row):
+def test_many_runs_are_one_question_to_slurm_and_those_of_one_name_are_told_apart(run):
     twin = copy(run, run.run_dir.parents[1] / "b" / "run", "8", time.time() - 7200)
     known_runs.remember(twin)
     run.says("7+0|RUNNING", "8+0|PENDING")
@@ -141,8 +130,7 @@ def test_many_runs_are_one_question_to_slurm_and_those_of_one_name_are_told_apar
     )
 
 
-@row("relative paths: status NAME works only where runs/ lies")
-def test_a_run_is_found_by_its_name_from_any_folder(run, row, tmp_path, monkeypatch):
+def test_a_run_is_found_by_its_name_from_any_folder(run, tmp_path, monkeypatch):
     run.leaves(0)
     elsewhere(tmp_path, monkeypatch)
     assert "no such run" in str(cli("status", "run").exception)
@@ -175,20 +163,19 @@ def test_without_a_place_for_links_nothing_fails(run, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     known_runs.remember(run.run_dir)
-    assert known_runs.called("run") == []
+    assert known_runs.find_runs("run") == []
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     known_runs.remember(run.run_dir)
-    assert known_runs.called("run") == [] and os.environ["HOME"]
+    assert known_runs.find_runs("run") == [] and os.environ["HOME"]
 
 
-@row("relative paths: RELAX_RUN_ROOT is the place of runs whose job names none")
-def test_a_job_without_a_run_root_takes_that_of_the_environment(job, row, tmp_path):
-    text = Path("job.toml").read_text()
+def test_a_job_without_a_run_root_takes_that_of_the_environment(job, tmp_path):
+    text = Path("job.toml").read_text(encoding="utf-8")
     root = {"RELAX_RUN_ROOT": str(tmp_path / "scratch")}
     said = cli("check", "job.toml", "--local", **root).output
     assert f'"run_root": "{tmp_path / "runs"}"' in said, "the job's own comes first"
-    Path("job.toml").write_text(text.replace('run_root = "runs"', ""))
+    Path("job.toml").write_text(text.replace('run_root = "runs"', ""), encoding="utf-8")
     answer = cli("check", "job.toml", "--local", **root)
     assert f'"run_root": "{tmp_path / "scratch"}"' in answer.output
     assert f'"run_root": "{tmp_path / "runs"}"' in cli("check", "job.toml", "--local").output
@@ -201,8 +188,7 @@ def slurm_time(seconds):
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(seconds))
 
 
-@row("status pending: no queue reason, start time or elapsed")
-def test_of_a_run_that_waits_the_reason_and_the_expected_start_are_said(run, row):
+def test_of_a_run_that_waits_the_reason_and_the_expected_start_are_said(run):
     start = NOW + 3600
     run.says(f"7+0|PENDING||1|Resources|{slurm_time(start)}|1:00:00", "7+1|PENDING||2|None|N/A|")
     lines = cli("status", "run").output.splitlines()
@@ -211,16 +197,15 @@ def test_of_a_run_that_waits_the_reason_and_the_expected_start_are_said(run, row
     expected = f"  queue         waits for nodes to be free; expected to start at {clock}"
     assert expected in lines
     assert cli("ls").output.splitlines()[1].split()[1:3] == ["PENDING", "(Resources)"]
+    never = "never starts: its QOS does not allow a job what it asks"
+    few = "there are as many jobs as its QOS allows; starts when others"
     for reason, said in (
         ("QOSMaxGRESPerUser", "its QOS has all it may at once; starts when others end, never if"),
-        (
-            "QOSMaxWallDurationPerJobLimit",
-            "never starts: its QOS does not allow a job what it asks",
-        ),
-        ("QOSMinCpuNotSatisfied", "never starts: its QOS does not allow a job what it asks for;"),
+        ("QOSMaxWallDurationPerJobLimit", never),
+        ("QOSMinCpuNotSatisfied", f"{never} for;"),
         ("AssocMaxGRESPerNode", "never starts: its account does not allow a job what it asks for"),
-        ("QOSMaxJobsPerUserLimit", "there are as many jobs as its QOS allows; starts when others"),
-        ("MaxSubmitJobsPerAccount", "there are as many jobs as its QOS allows; starts when others"),
+        ("QOSMaxJobsPerUserLimit", few),
+        ("MaxSubmitJobsPerAccount", few),
         ("AssocGrpGRESMinutes", "the hours of its account are used up; waits for new ones, or"),
         ("AssocGrpWallLimit", "the hours of its account are used up; waits for new ones, or"),
         ("AssocGrpCPURunMinutesLimit", "its account has all it may at once; starts when others"),
@@ -233,30 +218,18 @@ def test_of_a_run_that_waits_the_reason_and_the_expected_start_are_said(run, row
     assert answer.startswith("run: PENDING (Frobnication)\n") and "  queue " not in answer
 
 
-@row("status pending / failed: no elapsed, no reward, though --json has last_reward")
-def test_of_a_run_that_runs_elapsed_and_remaining_time_reward_and_speed_are_said(run, row):
+def test_of_a_run_that_runs_elapsed_and_remaining_time_reward_and_speed_are_said(run):
     begin = slurm_time(time.time() - 7200)
     run.says(f"7+0|RUNNING|n1|1|None|{begin}|1-02:00:00", f"7+1|RUNNING|n2|2|None|{begin}|22:00:00")
     write_steps(run.run_dir, {"step": 9, "reward/mean": 0.25, "num_tokens": 5400, "time/step": 2.0})
     lines = [line.strip() for line in cli("status", "run").output.splitlines()]
     assert "elapsed       2.0 h, 22.0 h left of its time limit" in lines
-    assert "reward        0.250 at step 9" in lines and "speed         2.7k tokens/s" in lines
+    assert "reward        0.250 at step 9" in lines and (
+        "speed         2.7k tokens/s trained, with prompts" in lines
+    )
     assert "started again" not in "".join(lines)
     said = json.loads(cli("status", "run", "--json").output)
     assert said["left_s"] == 22 * 3600 and abs(said["start"] - time.time() + 7200) < 60
-
-
-@row("time limit: requeues and goes on; no mention in status")
-def test_restarts_and_requeues_are_counted(run, row):
-    for component, starts in (
-        ("actor", [("7.0", 1), ("7.0", 3), ("7.1", 1), ("7.2", 2)]),
-        ("rollout", [("7.0", 1), ("7.2", 1)]),
-    ):
-        with EventWriter(RunPaths(run.run_dir).events(component, 0), component, 0) as events:
-            for attempt, start in starts:
-                events.emit("start", attempt=attempt, start=start, node="n1")
-    run.says("7+0|RUNNING", "7+1|RUNNING")
-    assert "  started again actor 3, the job 2 (requeued)\n" in cli("status", "run").output
 
 
 def test_restarts_of_several_steps_add_up_and_of_one_with_several_tasks_do_not():
@@ -268,8 +241,7 @@ def test_restarts_of_several_steps_add_up_and_of_one_with_several_tasks_do_not()
     assert summary._restarts(starts) == {"rollout": 3, "actor": 2}
 
 
-@row("--follow while pending: silent")
-def test_following_says_why_the_job_waits_and_when_it_waits_no_more(run, row, monkeypatch):
+def test_following_says_why_the_job_waits_and_when_it_waits_no_more(run, monkeypatch):
     asked = []
 
     def sleep(_):
@@ -282,8 +254,8 @@ def test_following_says_why_the_job_waits_and_when_it_waits_no_more(run, row, mo
             run.leaves(0)
             run.says("7+0|COMPLETED", "7+1|COMPLETED")
 
-    monkeypatch.setattr(report, "time", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: len(asked) * 2.0))
+    monkeypatch.setattr(report, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    monkeypatch.setattr(status, "time", SimpleNamespace(monotonic=lambda: len(asked) * 2.0))
     run.says("7+0|PENDING||1|Resources|N/A|", "7+1|PENDING||2|Resources|N/A|")
     assert list(report.progress(run.run_dir)) == [
         "PENDING (Resources): waits for nodes to be free",
@@ -293,8 +265,7 @@ def test_following_says_why_the_job_waits_and_when_it_waits_no_more(run, row, mo
     assert asked[:6] == [1, 1, 1, 1, 1, 2], "ten seconds are five rounds"
 
 
-@row("Ctrl-C in --follow: no hint that the run goes on")
-def test_ctrl_c_says_that_the_run_goes_on_and_how_to_look_again(run, row, monkeypatch):
+def test_ctrl_c_says_that_the_run_goes_on_and_how_to_look_again(run, monkeypatch):
     def interrupted(_):
         raise KeyboardInterrupt
 
@@ -313,7 +284,7 @@ def test_ctrl_c_says_that_the_run_goes_on_and_how_to_look_again(run, row, monkey
 
 
 STEP = (
-    "step {}/30 | reward 0.303 | staleness 0.0 (max 0) | loss -0.003 | 2.7k tok/s | "
+    "step {}/30 | reward 0.303 | staleness 0.0 (max 0) | loss -0.003 | trained 2.7k tok/s | "
     "3.3 s (wait 0.7 read 0.1 forward_backward 2.0 update 0.0 publish 0.0 save 0.0) | ETA 3 min"
 )
 WARNING = "/x/lib/python3.11/site-packages/torch/a.py:3: FutureWarning: this is old\n  old()\n"
@@ -340,8 +311,7 @@ def write_logs(run_dir):
     os.utime(folder / "actor" / "7_0_log.out", (0, 0))
 
 
-@row("logs: grouped per task, not by time; no --tail, no -f; FutureWarnings")
-def test_logs_are_in_order_of_time_without_the_warnings_of_libraries(run, row):
+def test_logs_are_in_order_of_time_without_the_warnings_of_libraries(run):
     write_logs(run.run_dir)
     answer = cli("logs", "run")
     assert [line.split(":")[0] for line in answer.stdout.splitlines()] == [
@@ -371,8 +341,7 @@ def test_what_a_model_or_an_agent_has_printed_does_not_act_on_the_terminal(run, 
     assert last.endswith(": ␛]0;owned␇␛[2J\ufffd31m said\tthis \ufffdback")
 
 
-@row("logs: grouped per task, not by time; no --tail, no -f; FutureWarnings")
-def test_the_last_lines_of_all_logs_can_be_had_alone_and_others_as_they_come(run, row, monkeypatch):
+def test_the_last_lines_of_all_logs_can_be_had_alone_and_others_as_they_come(run, monkeypatch):
     write_logs(run.run_dir)
     whole = cli("logs", "run").stdout.splitlines(keepends=True)
     for count in (0, 1, 2, 5, 99):
@@ -387,7 +356,7 @@ def test_the_last_lines_of_all_logs_can_be_had_alone_and_others_as_they_come(run
 
     run.says("7+0|RUNNING", "7+1|RUNNING")
     monkeypatch.setattr(run_logs, "time", SimpleNamespace(**vars(time) | {"sleep": sleep}))
-    monkeypatch.setattr(watching, "_ENDING_S", 0.0)
+    monkeypatch.setattr(status, "_ENDING_S", 0.0)
     said = cli("logs", "run", "-f", "-n", "1").stdout.splitlines()
     assert said[0].startswith("job: ") and said[1].endswith(": more") and len(said) == 2
 
@@ -400,32 +369,28 @@ def test_a_long_log_is_read_from_its_end(tmp_path):
     assert next(tail.read(to_the_end=True)).text.split()[1] == "3000"
 
 
-@row("logs: a step takes 3 lines at 80 columns")
-def test_a_step_is_one_line_at_80_columns(run, row):
+def test_a_step_is_one_line_at_80_columns(run):
     def shown(text, width, source="actor-0"):
-        return log_text.short(run_logs.LogLine(source, text.rstrip(), ""), width)
+        return logs.short(run_logs.LogLine(source, text.rstrip(), ""), width)
 
     step = logged(2, "actor-0", STEP.format("12"))
     assert shown(step, 80) == (
         "actor-0: 10:00:02 step 12/30 | reward 0.303 | 2.7k tok/s | 3.3 s | ETA 3 min"
     )
-    assert "loss -0.003 | 2.7k" in shown(step, 100) and "staleness" not in shown(step, 100)
+    assert "loss -0.003 | trained 2.7k" in shown(step, 100) and "staleness" not in shown(step, 100)
     assert shown(step, 300).endswith(STEP.format("12"))
     assert shown(logged(2, "a", "slow", "WARNING"), 80) == "actor-0: 10:00:02 WARNING slow"
     assert shown("2026-01-02T10:00:09 x: giving up", 80, "job") == "job: 10:00:09 x: giving up"
     assert shown("  File x", 80) == "actor-0:   File x"
 
 
-@row("array, --depend: dependency by sbatch; resume has no --set")
-def test_a_run_is_resumed_with_other_resources_and_more_steps_but_trains_the_same(run, row):
+def test_a_run_is_resumed_with_other_resources_and_more_steps_but_trains_the_same(run):
     run.leaves(1)
     paths = RunPaths(run.run_dir)
     before = json.loads(paths.config.read_text())
     for setting, said in (
-        ("actor.optimizer.lr=1", "would change what is trained, and a run has one job"),
         ("seed=3", "would change what is trained"),
         ("schedule.num_steps=20", "schedule.num_steps=20: is less than 30; to end earlier, cancel"),
-        ("launch.profile=x", "was read when the run was submitted; set resources"),
         ("actor.save_evry=3", "did you mean actor.save_every?"),
         ("actor.resources.time=never", "actor.resources.time"),
     ):
@@ -465,33 +430,31 @@ def test_a_run_is_resumed_with_other_resources_and_more_steps_but_trains_the_sam
 def without_partitions():
     """Looks at no cluster: `sinfo` is not what is tried here."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("check_partitions", "check_limits", "partitions"):
-            patch.setattr(resume.partitions, name, lambda *_: None)
+        for name in ("check_partitions", "check_limits", "Cluster.nodes"):
+            patch.setattr(f"relax_hpc.launch.cluster.{name}", lambda *_: None)
         yield
 
 
-@row("array, --depend: dependency by sbatch; resume has no --set")
-def test_a_job_begins_after_another_or_after_a_run(run, row):
+def test_a_job_begins_after_another_or_after_a_run(run):
     for asked, words in (("123", "afterok:123"), ("1,2", "afterok:1:2"), ("afterany:5",) * 2):
-        assert depend.on_job(asked) == words
-    assert depend.on_job("run") is None
+        assert overview.on_job(asked) == words
+    assert overview.on_job("run") is None
     run.says("7+0|RUNNING", "7+1|PENDING")
-    assert depend.on_run(run.run_dir) == "afterok:7"
+    assert overview.on_run(run.run_dir) == "afterok:7"
     run.says("7+0|FAILED", "7+1|FAILED")
     with pytest.raises(ConfigError, match="--depend run: is FAILED, so nothing would ever begin"):
-        depend.on_run(run.run_dir)
+        overview.on_run(run.run_dir)
     run.says("7+0|COMPLETED", "7+1|COMPLETED")
-    assert depend.on_run(run.run_dir) is None
+    assert overview.on_run(run.run_dir) is None
 
 
-@row("array, --depend: dependency by sbatch; resume has no --set")
-def test_the_script_of_a_job_says_what_it_depends_on_and_without_slurm_it_is_refused(job, row):
+def test_the_script_of_a_job_says_what_it_depends_on_and_without_slurm_it_is_refused(job):
     answer = cli("submit", "job.toml", "--local", "--depend", "12")
     assert str(answer.exception) == "--depend 12: only Slurm can wait for another job; leave it out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(submit, "mode_of", lambda **_: "slurm")
         patch.setattr(submit.preflight, "check", lambda config, *_, **__: config)
-        patch.setattr(submit.trial, "expected_start", lambda *_: "")
+        patch.setattr(submit.cluster, "estimate_start", lambda *_: "")
         script = cli("submit", "job.toml", "--dry-run", "--depend", "12").output
     assert script.count("#SBATCH --dependency=afterok:12\n") == 1
 
@@ -505,37 +468,22 @@ def test_cancel_says_what_it_found_and_how_far_the_run_came(run):
     assert run.asked("scancel") == ["scancel 7"]
 
 
-def test_a_curve_of_many_steps_is_means_between_its_range():
+def test_a_curve_of_many_steps_is_means_from_0_on_or_from_what_is_less():
     assert screen.drawn([0.0, 1.0], 64, 2) == ["   1.000  █", "   0.000 ▁█"]
-    assert screen.drawn([0.0, 2.0, 1.0, 3.0], 2, 2) == ["   2.000  █", "   1.000 ▁█"]
-    assert screen.drawn([0.5] * 3, 64, 1) == ["   0.500 ▁▁▁"]
+    assert screen.drawn([0.0, 2.0, 1.0, 3.0], 2, 2) == ["   2.000 ▁█", "   0.000 ██"]
+    assert screen.drawn([0.5] * 3, 64, 1) == ["   0.000 ███"]
+    assert screen.drawn([-1.0, 0.0], 64, 2) == ["   0.000  █", "  -1.000 ▁█"]
+    assert screen.drawn([0.0] * 3, 64, 1) == ["   0.000 ▁▁▁"]
     assert max(map(len, screen.drawn([float(n) for n in range(1000)], 64, 6))) == 73
 
 
-MISTAKES = {
-    "typo in a key": ("actor.resources.acount=x", "did you mean actor.resources.account?"),
-    "hub id as model / dataset": ("model.path=Qwen/Qwen3-0.6B", "a downloaded Hugging Face model"),
-    "defect 3: a checkpoint that is not there": ("model.weights=nope/nothere", "/nope/nothere"),
-    "defect 8: a space is missing": ("actor.resources.zzz=1", "; actor.resources takes partition,"),
-    "own reward": ("reward.name=mine.py:score", "mine.py"),
-}
-
-
-@pytest.mark.parametrize(("setting", "said"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_in_a_job_is_answered_with_what_to_do(job, setting, said):
-    answer = cli("check", "job.toml", "--local", "--set", setting)
-    assert isinstance(answer.exception, RelaxError) and said in str(answer.exception)
-
-
-@row("own reward: Literal of two names")
-def test_a_reward_is_any_function_of_a_file(job, row):
-    Path("mine.py").write_text("def score(sample):\n    return 1.0\n")
+def test_a_reward_is_any_function_of_a_file(job):
+    Path("mine.py").write_text("def score(sample):\n    return 1.0\n", encoding="utf-8")
     answer = cli("check", "job.toml", "--local", "--set", "reward.name=mine.py:score")
     assert answer.exit_code == 0, answer.exception
 
 
-@row("$HOME: only ~/.cache and ~/.config/matplotlib")
-def test_in_the_home_folder_a_run_leaves_a_link_and_nothing_else(run, row, tmp_path, monkeypatch):
+def test_in_the_home_folder_a_run_leaves_a_link_and_nothing_else(run, tmp_path, monkeypatch):
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
@@ -562,7 +510,7 @@ def test_what_megatron_says_of_packages_that_are_not_there_is_left_out():  # def
     text = "Transformer Engine and Apex are not installed. Falling back"
     with warnings.catch_warnings(record=True) as said:
         warnings.resetwarnings()
-        optional_packages.hush()
+        devices.hush()
         for module in ("megatron.core.optimizer", "mine"):
             warnings.warn_explicit(text, UserWarning, "x.py", 1, module=module)
         warnings.warn_explicit("odd", UserWarning, "x.py", 2, module="megatron.core")

@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from relax_hpc import job_file
 from relax_hpc.bus import layout
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.shards.shard import Shard
-from relax_hpc.comm.star import StarWorld
+from relax_hpc.config import job_file
 from relax_hpc.errors import TrainingError
-from relax_hpc.paths import RunPaths
 from relax_hpc.roles.actor import loop as actor
-from relax_hpc.roles.actor.other_ranks import OtherRank
-from relax_hpc.roles.actor.rank0 import Rank0
+from relax_hpc.roles.actor.loop import ActorOtherRank
+from relax_hpc.roles.actor.rank0 import ActorRank0
 from relax_hpc.roles.dealing.micro_batches import imbalance
 from relax_hpc.roles.dealing.portions import Portion
+from relax_hpc.runtime.comm.world import StarWorld
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import EventWriter, read_events
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
-from relax_hpc.telemetry.events import EventWriter, read_events
 from relax_hpc.weights.publish import Published
 
 TP, CP, DP, PP = 4, 2, 16, 2
@@ -83,7 +83,7 @@ class Rollout:
         self.published.append(version)
         return Published(version, [], [], False, 0, 0.0, {}, None)
 
-    def ended_loads(self):
+    def take_ended_loads(self):
         return []
 
     def wait_for_loads(self):
@@ -120,14 +120,14 @@ class Trainer:
         self.step += 1
         return {"loss": 0.0}
 
-    def named_weights(self):
+    def stream_weights(self):
         yield "weight", torch.zeros(1)
 
 
 class Takes:
     """Helps to publish: takes every tensor."""
 
-    def publish(self, version, tensors):
+    def publish(self, tensors):
         list(tensors)
 
 
@@ -202,7 +202,7 @@ class Grid:
         meeting = self.paths.rendezvous("ranks")
         world = World.join(rank, RANKS, meeting, b"key", timeout_s=60)
         reader = NotedReader(self.paths.bus)
-        duties = OtherRank(Takes()) if rank else self._rank0(reader)
+        duties = ActorOtherRank(Takes()) if rank else self._rank0(reader)
         stages = actor.Stages(lambda: None)
         actor.run(self.config, world, self.trainers[rank], reader, duties, stages)
         if rank == 0:
@@ -211,7 +211,7 @@ class Grid:
     def _rank0(self, reader):
         sequencer = Sequencer(self.paths.bus, prompts_per_step=PROMPTS, position=None)
         events = EventWriter(self.paths.events("actor", 0), "actor", 0)
-        return Rank0(self.config, sequencer, reader, self.rollout, None, events)
+        return ActorRank0(self.config, sequencer, reader, self.rollout, None, events)
 
     def rows_of(self, step, trainers):
         """(guid, sibling) of all that the trainers were given in a step."""

@@ -10,15 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from toys import until
 
-from relax_hpc import heartbeat, storage
-from relax_hpc.hangs import doing, process, recorder
-from relax_hpc.hangs.doing import Doing
-from relax_hpc.heartbeat import Beat
-from relax_hpc.paths import RunPaths
-from relax_hpc.runs import failure, report
-from relax_hpc.telemetry.events import read_events
-from relax_hpc.telemetry.timers import Timers
+from relax_hpc.runs import report, verdict
+from relax_hpc.runtime import heartbeat, process
+from relax_hpc.runtime import watchdog as recorder
+from relax_hpc.runtime.files import storage
+from relax_hpc.runtime.heartbeat import Beat, Doing
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import read_events
+from relax_hpc.runtime.telemetry.timers import Timers
+from relax_hpc.runtime.watchdog import Suspicion
 
 TOY = Path(__file__).with_name("hanging.py")
 
@@ -30,9 +32,7 @@ def start(tmp_path):
 
     def begin(how, *options, rank=0):
         started.append(subprocess.Popen([sys.executable, TOY, tmp_path, str(rank), how, *options]))
-        deadline = time.monotonic() + 30
-        while not (tmp_path / f"{rank}.pid").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until((tmp_path / f"{rank}.pid").exists)
         return started[-1]
 
     yield begin
@@ -59,25 +59,21 @@ def test_a_task_that_hangs_is_named_with_its_stack_and_ended(tmp_path, start, ho
     assert (hang["phase"], hang["step"], hang["ended"]) == (phase, 7, True)
     assert (hang["role"], hang["rank"]) == ("toy", 0)
     assert place in hang["place"] and str(TOY) in hang["place"]
-    said, task = failure.last_error(tmp_path, ["toy"], 0.0)
+    said, task = verdict.last_error(tmp_path, ["toy"], 0.0)
     assert said.startswith(f"toy-0: hangs in phase {phase} of step 7 for ") and task == "toy-0"
     log = Path(hang["log"])
-    assert log == RunPaths(tmp_path).log("hang", "toy-0") and "most recent call" in log.read_text()
+    assert log == RunPaths(tmp_path).log("hang", "toy-0")
+    assert "most recent call" in log.read_text(encoding="utf-8")
 
 
 def test_a_task_whose_threads_run_tells_where_its_main_thread_is_and_comes_to_no_harm(start):
     """To read the stacks of threads that run ends a process now and then."""
     task = start("compute", "patient")
     os.kill(children(task.pid)[0], signal.SIGKILL)  # its watchdog, which would end it
-    fd = next(
-        int(each.name)
-        for each in Path(f"/proc/{task.pid}/fd").iterdir()
-        if "memfd:stacks" in str(each.readlink())
-    )
-    stacks = os.open(f"/proc/{task.pid}/fd/{fd}", os.O_RDONLY)
-    deadline = time.monotonic() + 10
-    while "in compute" not in process.python_stacks(task.pid, stacks):  # it has just begun
-        assert time.monotonic() < deadline
+    links = Path(f"/proc/{task.pid}/fd").iterdir()
+    [fd] = [each for each in links if "memfd:stacks" in str(each.readlink())]
+    stacks = os.open(fd, os.O_RDONLY)
+    until(lambda: "in compute" in process.python_stacks(task.pid, stacks))  # it has just begun
     for _ in range(100):
         said = process.python_stacks(task.pid, stacks)
         assert "in compute" in said, said
@@ -92,13 +88,10 @@ def test_what_ends_a_task_that_is_continued_for_its_stack_does_not_hide_where_it
     """A stopped task with a signal in wait, of which it dies as soon as it runs again."""
     task = start("waits")
     os.kill(task.pid, signal.SIGSTOP)
-    while process.facts(task.pid).state != "T":
-        time.sleep(0.02)
+    until(lambda: process.facts(task.pid).state == "T")
     os.kill(task.pid, signal.SIGSEGV)
     assert task.wait(30) == -signal.SIGSEGV
-    deadline = time.monotonic() + 10
-    while not hangs(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: hangs(tmp_path))
     [hang] = hangs(tmp_path)
     assert hang["state"] == "T" and hang["ended"]
 
@@ -130,10 +123,8 @@ def test_a_task_that_was_stopped_for_a_moment_is_left_alone_though_it_has_waited
 def test_what_a_task_does_is_told_in_a_file_of_its_own_that_is_written_over(tmp_path, start):
     start("sleep", "patient", rank=2)
     folder = RunPaths(tmp_path).doing
-    deadline = time.monotonic() + 20
-    while not (told := doing.read(folder)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    [said] = told
+    until(lambda: heartbeat.read_doing(folder))
+    [said] = heartbeat.read_doing(folder)
     assert said[:3] == ("toy", 2, "n1") and said.seconds < 10 and abs(time.time() - said.time) < 20
     assert (said.phase, said.step) in (("start", 0), ("start", 7), ("work", 7))
 
@@ -153,25 +144,30 @@ def test_status_says_what_each_component_is_doing_and_how_many_tasks_do_somethin
 def test_a_record_of_what_is_done_is_of_now_and_costs_no_name(tmp_path, monkeypatch):
     clock, opened = [1000.0], []
     monkeypatch.setattr(
-        doing, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: clock[0])
+        heartbeat, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: clock[0])
     )
     open_file = os.open
     monkeypatch.setattr(os, "open", lambda *a: opened.append(a) or open_file(*a))
-    record = doing.Record(tmp_path / "doing" / "actor-0.json")
+    record = heartbeat.DoingFile(tmp_path / "doing" / "actor-0.json")
     long, short = (Doing("actor", 0, "n1", name, 3, 4.0, 1000.0) for name in ("w" * 48, "read"))
+
+    def found():
+        """What is read; its time is the file server's."""
+        return [each._replace(time=1000.0) for each in heartbeat.read_doing(tmp_path / "doing")]
+
     assert record.is_due
     record.write(long)
     assert not record.is_due
-    assert doing.read(tmp_path / "doing") == [long]
-    clock[0] += doing.EVERY_S
+    assert found() == [long]
+    clock[0] += heartbeat.EVERY_S
     assert record.is_due
     record.write(short)
-    assert doing.read(tmp_path / "doing") == [short], "nothing is left of what was longer"
+    assert found() == [short], "nothing is left of what was longer"
     assert len(opened) == 1
     (tmp_path / "doing" / "actor-1.json").write_bytes(b'{"component": "act')
-    assert doing.read(tmp_path / "doing") == [short]
+    assert found() == [short]
     clock[0] += 100
-    assert doing.read(tmp_path / "doing") == [], "its task has ended"
+    assert heartbeat.read_doing(tmp_path / "doing") == [], "its task has ended"
 
 
 @pytest.mark.parametrize("how", ["waits", "go_on"])
@@ -199,7 +195,7 @@ def test_the_flight_recorder_is_asked_for_what_it_has_before_the_end(tmp_path, s
 
 def test_the_recorder_is_asked_for_in_the_block_alone_and_what_the_user_said_stays(tmp_path):
     environment = {"TORCH_FR_BUFFER_SIZE": "7"}
-    with recorder.settled(environment, tmp_path, tmp_path / "dump") as pipe:
+    with recorder.configure(environment, tmp_path, tmp_path / "dump") as pipe:
         assert environment["TORCH_FR_BUFFER_SIZE"] == "7" and pipe == f"{tmp_path}/rank-"
         assert environment["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] == pipe
     assert environment == {"TORCH_FR_BUFFER_SIZE": "7"}, "the folder is gone: who starts later"
@@ -214,14 +210,11 @@ def test_the_watchdog_ends_with_its_task_and_ignores_what_slurm_tells_the_step(s
     assert children(task.pid) == [watchdog]
     task.kill()
     task.wait()
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{watchdog}").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not Path(f"/proc/{watchdog}").exists()
+    until(lambda: not Path(f"/proc/{watchdog}").exists())
 
 
 def children(pid):
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_bytes().split())]
 
 
 @pytest.fixture
@@ -281,3 +274,16 @@ def test_who_holds_for_storage_waits_whichever_thread_it_is(heart, tmp_path, mon
     finally:
         storage.settle(0)
     assert seen == [False, True] and not Beat.read(heart[0]).waits
+
+
+@pytest.mark.parametrize(
+    ("guilty", "others"),
+    [
+        (Suspicion(5, False, False, 3), [Suspicion(0, False, False, 9)]),  # least signs of life
+        (Suspicion(5, False, False, 9), [Suspicion(0, False, True, 3)]),  # does not wait for others
+        (Suspicion(5, True, True, 9), [Suspicion(0, False, False, 3)]),  # stopped
+        (Suspicion(1, False, False, 3), [Suspicion(2, False, False, 3)]),
+    ],
+)
+def test_of_several_silent_tasks_the_one_that_holds_up_the_others_is_guilty(guilty, others):
+    assert min([*others, guilty], key=lambda each: each.guilt) is guilty

@@ -1,4 +1,4 @@
-"""Words on the held-out prompts: the whole set's figure, and of which policy it is."""
+"""Words on the held-out prompts, and on what announced ends of a job took and wasted."""
 
 import json
 import logging
@@ -7,161 +7,138 @@ from dataclasses import replace
 import pytest
 from matplotlib.figure import Figure
 
-from relax_hpc import job_file, permissions
-from relax_hpc.paths import RunPaths
-from relax_hpc.roles.rollout.heldout import Begun, Board, Due, Row, Share
+from relax_hpc.config import job_file
+from relax_hpc.roles.rollout.heldout import Begun, Due, HeldoutRow, ScoreBoard, TaskScore
 from relax_hpc.runs import report, status, summary
-from relax_hpc.telemetry import curve
-from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.runs.scale.records import Extra, ScaleState
+from relax_hpc.runtime.files import permissions
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry import curve, history
+from relax_hpc.runtime.telemetry.events import EventWriter
 
 
 def share(version, correct, num_samples):
-    return Share(version, version, correct, num_samples)
+    return TaskScore(version, version, correct, num_samples)
 
 
-def said(caplog):
-    lines = [record.getMessage() for record in caplog.records]
-    caplog.clear()
-    return lines
+def board_of(folder, rank, size):
+    return ScoreBoard(RunPaths(folder), rank, size)
 
 
-def test_the_last_task_of_an_evaluation_says_what_all_scored(tmp_path, caplog):
+BEFORE, AFTER = Due("h", "before", 0), Due("h", "after", 0)
+FIRST, SECOND = Due("h", "during", 0), Due("h", "during", 1)
+EASY, HARD = Due("easy", "during", 1), Due("hard", "during", 1)
+LATE = [  # the task of rank 1 is killed and starts again
+    (2, BEFORE, share(0, 2.0, 4), ""),
+    (0, BEFORE, share(0, 3.0, 4), ""),
+    (1, BEFORE, share(0, 1.0, 2), "before, policy 0: 0.600 (h)"),
+    (0, SECOND, share(25, 1.0, 4), ""),
+    (1, SECOND, share(27, 1.0, 4), ""),
+    (2, SECOND, share(26, 1.0, 4), "during, policies 25 to 27: 0.250 (h)"),
+    ("1 again", AFTER, share(30, 4.0, 4), ""),
+    (0, AFTER, share(30, 4.0, 4), ""),
+    (2, AFTER, share(30, 4.0, 4), "after, policy 30: 1.000 (h)"),
+]
+AHEAD = [
+    (0, FIRST, share(10, 1.0, 4), ""),
+    (0, SECOND, share(20, 3.0, 4), ""),
+    (1, FIRST, share(10, 1.0, 4), "during, policy 10: 0.250 (h)"),
+    (1, SECOND, share(20, 3.0, 4), "during, policy 20: 0.750 (h)"),
+]
+UNSCORED = [
+    (0, BEFORE, TaskScore(0, 0, 1.0, 1, 3), ""),
+    (1, BEFORE, TaskScore(0, 0, 1.0, 3, 0),
+     "before, policy 0: 0.500 (h, 3 left out whose reward failed)"),
+]  # fmt: skip
+ALL_UNSCORED = [
+    (0, BEFORE, TaskScore(0, 0, 0.0, 0, 2),
+     "before, policy 0: no score (h, 2 left out whose reward failed)"),
+]  # fmt: skip
+SETS = [
+    (0, EASY, TaskScore(20, 21, 3.0, 4), ""),
+    (1, HARD, TaskScore(20, 20, 1.0, 4), ""),
+    (1, EASY, TaskScore(19, 20, 3.0, 4), "during, policies 19 to 21: 0.750 (easy)"),
+    (0, HARD, TaskScore(-1, -1, 0.0, 0), "during, policy 20: 0.250 (hard)"),
+]
+NOTHING = [(0, BEFORE, TaskScore.of([]), "before, no policy: no score (h)")]
+
+
+@pytest.mark.parametrize(
+    ("size", "added"),
+    [(3, LATE), (2, AHEAD), (2, UNSCORED), (1, ALL_UNSCORED), (2, SETS), (1, NOTHING)],
+    ids=["killed", "ahead of others", "no scores", "not a score", "sets", "nothing sampled"],
+)
+def test_the_last_task_of_an_evaluation_says_what_all_scored(tmp_path, caplog, size, added):
+    """(task, evaluation, its share, what is said then)."""
     caplog.set_level(logging.INFO)
-    boards = [Board(RunPaths(tmp_path), rank, 3) for rank in range(3)]
-    boards[2].add(Due("h", "before", 0), share(0, 2.0, 4), [])
-    boards[0].add(Due("h", "before", 0), share(0, 3.0, 4), [])
-    assert said(caplog) == []
-    boards[1].add(Due("h", "before", 0), share(0, 1.0, 2), [])
-    assert said(caplog) == ["held-out before, policy 0: 0.600 (h)"]
-    for rank, version in enumerate((25, 27, 26)):
-        boards[rank].add(Due("h", "during", 1), share(version, 1.0, 4), [])
-    assert said(caplog) == ["held-out during, policies 25 to 27: 0.250 (h)"]
-    again = Board(RunPaths(tmp_path), 1, 3)  # its task was killed meanwhile
-    again.add(Due("h", "after", 0), share(30, 4.0, 4), [])
-    boards[0].add(Due("h", "after", 0), share(30, 4.0, 4), [])
-    boards[2].add(Due("h", "after", 0), share(30, 4.0, 4), [])
-    assert said(caplog) == ["held-out after, policy 30: 1.000 (h)"]
-
-
-def test_an_evaluation_in_which_nothing_was_sampled_is_of_no_policy(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    Board(RunPaths(tmp_path), 0, 1).add(Due("h", "before", 0), Share.of([]), [])
-    assert said(caplog) == ["held-out before, no policy: no score (h)"]
-
-
-def test_a_task_that_is_ahead_of_the_others_keeps_its_shares_of_each_evaluation(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    ahead, behind = (Board(RunPaths(tmp_path), rank, 2) for rank in range(2))
-    ahead.add(Due("h", "during", 0), share(10, 1.0, 4), [])
-    ahead.add(Due("h", "during", 1), share(20, 3.0, 4), [])
-    assert said(caplog) == []
-    behind.add(Due("h", "during", 0), share(10, 1.0, 4), [])
-    assert said(caplog) == ["held-out during, policy 10: 0.250 (h)"]
-    behind.add(Due("h", "during", 1), share(20, 3.0, 4), [])
-    assert said(caplog) == ["held-out during, policy 20: 0.750 (h)"]
-
-
-def test_samples_without_a_score_are_left_out_and_counted(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    boards = [Board(RunPaths(tmp_path), rank, 2) for rank in range(2)]
-    boards[0].add(Due("h", "before", 0), Share(0, 0, 1.0, 1, 3), [])
-    boards[1].add(Due("h", "before", 0), Share(0, 0, 1.0, 3, 0), [])
-    assert said(caplog) == ["held-out before, policy 0: 0.500 (h, 3 left out whose reward failed)"]
-    alone = Board(RunPaths(tmp_path / "alone"), 0, 1)
-    alone.add(Due("h", "before", 0), Share(0, 0, 0.0, 0, 2), [])
-    [line] = said(caplog)
-    assert line == "held-out before, policy 0: no score (h, 2 left out whose reward failed)"
-
-
-def test_a_task_alone_says_its_own(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    Board(RunPaths(tmp_path), 0, 1).add(Due("h", "before", 0), share(0, 1.0, 2), [])
-    assert said(caplog) == ["held-out before, policy 0: 0.500 (h)"]
+    boards = {}
+    for task, due, share, said in added:
+        board = boards.setdefault(task, board_of(tmp_path, int(str(task)[0]), size))
+        board.add(due, share, [])
+        lines = [record.getMessage() for record in caplog.records]
+        assert lines == ([f"held-out {said}"] if said else [])
+        caplog.clear()
 
 
 def test_what_all_tasks_have_scored_stays_so_when_they_are_others_and_the_rest_is_begun_anew(
     tmp_path,
 ):
-    rows = [Row(p, 0, 1.0, {"a": 1.0}, 4, 4, "stop", 1, ["7"], "s") for p in range(2)]
+    rows = [HeldoutRow(p, 0, 1.0, {"a": 1.0}, 4, 4, "stop", 1, ["7"], "s") for p in range(2)]
     before, once, twice = Due("h", "before", 0), Due("h", "during", 1), Due("h", "during", 2)
-    two = [Board(RunPaths(tmp_path), rank, 2) for rank in range(2)]
+    two = [board_of(tmp_path, rank, 2) for rank in range(2)]
     for rank, board in enumerate(two):
-        board.add(before, Share.of(rows[rank:]), rows[rank:])
-    two[0].add(once, Share.of(rows[:1]), rows[:1])
+        board.add(before, TaskScore.of(rows[rank:]), rows[rank:])
+    two[0].add(once, TaskScore.of(rows[:1]), rows[:1])
     two[1].begin(twice)
     two[1].keep(twice, rows[1:])
     for size in (1, 3):
         for rank in range(size):
-            other = Board(RunPaths(tmp_path), rank, size)
-            assert other.begun("h") == Begun([before], [once, twice])
-            assert other.begun("other") == Begun([], [])
-            assert other.kept_last([before]) is None and other.kept_last([once]) == 0
+            other = board_of(tmp_path, rank, size)
+            assert other.list_begun("h") == Begun([before], [once, twice])
+            assert other.list_begun("other") == Begun([], [])
+            assert other.count_kept_bytes([before]) is None and other.count_kept_bytes([once]) == 0
             assert other.begin(twice) == []
-    Board(RunPaths(tmp_path), 0, 1).add(once, Share.of(rows), rows)
-    assert Board(RunPaths(tmp_path), 2, 3).begun("h") == Begun([before, once], [twice])
-    assert Board(RunPaths(tmp_path), 1, 2).begun("h") == Begun([before, once], [twice])
-    assert Board(RunPaths(tmp_path), 1, 2).begin(twice) == rows[1:], "it is of so many tasks"
+    board_of(tmp_path, 0, 1).add(once, TaskScore.of(rows), rows)
+    assert board_of(tmp_path, 2, 3).list_begun("h") == Begun([before, once], [twice])
+    assert board_of(tmp_path, 1, 2).list_begun("h") == Begun([before, once], [twice])
+    assert board_of(tmp_path, 1, 2).begin(twice) == rows[1:], "it is of so many tasks"
 
 
 def test_a_board_knows_what_its_task_began_and_completed_in_earlier_starts(tmp_path):
-    rows = [Row(p, 0, 1.0, {"a": 1.0}, 4, 4, "stop", 1, ["7"], "s") for p in range(3)]
+    rows = [HeldoutRow(p, 0, 1.0, {"a": 1.0}, 4, 4, "stop", 1, ["7"], "s") for p in range(3)]
     before, during = Due("h", "before", 0), Due("h", "during", 12)
-    first, other = Board(RunPaths(tmp_path), 0, 2), Board(RunPaths(tmp_path), 1, 2)
+    first, other = board_of(tmp_path, 0, 2), board_of(tmp_path, 1, 2)
     assert first.begin(before) == first.begin(during) == other.begin(during) == []
     first.keep(before, rows[:1])
-    first.add(before, Share.of(rows[:1]), rows[:1])
+    first.add(before, TaskScore.of(rows[:1]), rows[:1])
     first.keep(during, rows[:2])
     first.keep(during, rows[2:])
     part = RunPaths(tmp_path).eval_part("h", "during", 12, 0, 2)
     part.write_text(part.read_text()[:-9])  # killed while it wrote
-    again = Board(RunPaths(tmp_path), 0, 2)
-    assert again.begun("h") == Begun([before], [during])
-    assert again.begun("hard") == Begun([], [])
-    assert other.begun("h") == Begun([], [])  # nothing is kept of it
+    again = board_of(tmp_path, 0, 2)
+    assert again.list_begun("h") == Begun([before], [during])
+    assert again.list_begun("hard") == Begun([], [])
+    assert other.list_begun("h") == Begun([], [])  # nothing is kept of it
     assert again.begin(during) == rows[:2]
     again.keep(during, rows[2:])
     assert again.begin(during) == rows
-    again.add(during, Share.of(rows), rows)
-    assert again.begun("h") == Begun([before, during], []) and not part.exists()
+    again.add(during, TaskScore.of(rows), rows)
+    assert again.list_begun("h") == Begun([before, during], []) and not part.exists()
     first.begin(during)  # killed between the two: the share counts
-    assert again.begun("h").left == []
-
-
-def test_sets_are_told_apart_and_a_share_may_be_of_several_policies_or_of_none(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    first, second = (Board(RunPaths(tmp_path), rank, 2) for rank in range(2))
-    first.add(Due("easy", "during", 1), Share(20, 21, 3.0, 4), [])
-    second.add(Due("hard", "during", 1), Share(20, 20, 1.0, 4), [])
-    assert said(caplog) == []
-    second.add(Due("easy", "during", 1), Share(19, 20, 3.0, 4), [])
-    first.add(Due("hard", "during", 1), Share(-1, -1, 0.0, 0), [])
-    assert said(caplog) == [
-        "held-out during, policies 19 to 21: 0.750 (easy)",
-        "held-out during, policy 20: 0.250 (hard)",
-    ]
+    assert again.list_begun("h").left == []
 
 
 def test_every_sample_is_kept_in_a_file_of_the_evaluation_for_the_runs_owner(tmp_path):
     """Two prompts of two samples each: pass@1 is 0.25, pass@2 is 0.5."""
     scores = {(0, 0): 0.0, (0, 1): 1.0, (3, 0): 0.0, (3, 1): 0.0}
     rows = [
-        Row(
-            prompt,
-            sample,
-            score,
-            {"boxed_number": score},
-            7 + sample,
-            8,
-            "stop",
-            3,
-            ["75"],
-            "algebra",
-        )
-        for (prompt, sample), score in scores.items()
+        HeldoutRow(p, n, score, {"boxed_number": score}, 7 + n, 8, "stop", 3, ["75"], "algebra")
+        for (p, n), score in scores.items()
     ]
-    with permissions.masked(permissions.UMASKS["none"]):
-        Board(RunPaths(tmp_path), 1, 2).add(Due("hard", "during", 2), Share.of(rows), rows)
-        Board(RunPaths(tmp_path), 1, 2).add(Due("hard", "during", 3), Share.of(rows), rows[:2])
+    with permissions.set_umask(permissions.UMASKS["none"]):
+        for number, kept in ((2, rows), (3, rows[:2])):
+            board = board_of(tmp_path, 1, 2)
+            board.add(Due("hard", "during", number), TaskScore.of(rows), kept)
     path, next_of_the_same_policy = sorted((tmp_path / "eval").rglob("*.jsonl"))
     assert len(next_of_the_same_policy.read_text().splitlines()) == 2
     assert path == tmp_path / "eval" / "hard" / "000007-during-2.1.jsonl"
@@ -176,7 +153,7 @@ def test_every_sample_is_kept_in_a_file_of_the_evaluation_for_the_runs_owner(tmp
         "version_max": 8, "finish": "stop", "num_tokens": 3, "texts": ["75"],
         "source": "algebra", "failed": False,
     }  # fmt: skip
-    assert Share.of(rows) == Share(7, 8, 1.0, 4)
+    assert TaskScore.of(rows) == TaskScore(7, 8, 1.0, 4)
 
 
 LONG = "teacher-of-mathematics"
@@ -262,6 +239,29 @@ def test_status_counts_rewards_that_failed_and_says_why_the_first_did(text):
     ]
 
 
+def test_an_engine_that_was_removed_stands_apart_from_the_versions_that_there_are(text):  # U9
+    """rollout-0 is of the job, extra-2 was added and stays, extra-3 ended with the run; extra-1
+    was removed, rollout-7 is of an earlier start with more engines."""
+    text("rl", 5, {})
+    paths = RunPaths(text.run.run_dir)
+    extras = [
+        Extra("extra-1", 1, "n1", 0, "GONE", 0.0, "removed on request"),
+        Extra("extra-2", 1, "n1", 1, "ACTIVE", 0.0),
+        Extra("extra-3", 1, "n1", 2, "GONE", 0.0, "the run ended"),
+    ]
+    ScaleState("7.0", 3, ["n1"], 3, extras={each.id: each for each in extras}).write(paths)
+    with EventWriter(paths.events("actor", 0), "actor", 0) as events:
+        for version, gone in ((74, ["extra-1", "rollout-7"]), (84, [])):
+            held = ["rollout-0", "extra-2", "extra-3", *gone]
+            events.emit("publish", version=version, members=held)
+    run = replace(text.run, progress=summary.summarize(paths.root))
+    [weights] = [line for line in report.text(run).splitlines() if line.startswith("  weights")]
+    assert " ".join(weights.split()) == (
+        "weights trainer v84, rollout-0 v84, extra-2 v84, extra-3 v84; "
+        "extra-1 removed at v74, rollout-7 removed at v74"
+    )
+
+
 def test_a_long_name_of_a_component_moves_what_stands_beside_it(text):
     text("rl", 5, {})
     of = [status.ComponentStatus(name, "7", 1, 0, "RUNNING", "n1") for name in ("actor", LONG)]
@@ -287,10 +287,8 @@ def test_no_legend_lies_on_a_curve(tmp_path, monkeypatch, kind, ends):
     with EventWriter(RunPaths(tmp_path).events("actor", 0), "actor", 0) as events:
         for step in range(1, 21):
             value = 0.5 + (ends - 0.5) * step / 20
-            events.emit(
-                "step", step=step, loss=value,
-                **{"reward/mean": value, "staleness/mean": 1, "staleness/max": 1},
-            )  # fmt: skip
+            shown = {"reward/mean": value, "staleness/mean": 1, "staleness/max": 1}
+            events.emit("step", step=step, loss=value, **shown)
     (curve.plot if kind == "rl" else curve.plot_loss)(tmp_path)
     [figure] = drawn
     assert isinstance(figure, Figure)
@@ -306,3 +304,55 @@ def test_status_of_a_fine_tuning_counts_steps_that_had_nothing_to_train_on(text)
     assert "documents 5 trained on, 8 left out, their prompts alone are too long, 2 steps" in said
     assert "2 steps without any, which updated nothing" in said
     assert "updated nothing" not in text("sft", 5, {})
+
+
+def event(time, kind, **fields):
+    return {"time": time, "event": kind, "role": "actor", "rank": 0} | fields
+
+
+def step(time, number, seconds):
+    return event(time, "step", step=number, **{"time/step": seconds})
+
+
+RUN = [
+    event(1000, "start", attempt="7.0"),
+    step(1300, 1, 200.0),
+    step(1900, 2, 500.0),
+    event(2100, "start", attempt="7.1"),
+    step(2200, 3, 90.0),
+    step(2290, 4, 80.0),
+    event(2400, "start", attempt="7.2"),
+    step(2500, 4, 90.0),
+]
+
+
+def test_what_was_drained_and_what_is_trained_again_is_waste_of_the_last_ten_minutes():
+    records = {
+        "7.1": {"time": 2291.0, "asked": 2300.0, "limit": 2380.0},
+        "7.0": {"time": 1901.0, "asked": 1904.0, "limit": None},
+    }
+    first, second = history.sum_up_ends(records, RUN)
+    assert first == ("7.0", 3.0, 600.0, 3.0)  # it ran for longer than 10 minutes
+    assert second == ("7.1", 9.0, 200.0, 9.0 + 80.0)  # and this one 200 s
+    [(name, said)] = report._describe_announced_ends([first._asdict(), second._asdict()])
+    assert name == "ends"
+    assert said == (
+        "2 announced: requeued 9.0 s after that at most; 11.5% of the last 10 minutes before them "
+        "wasted"
+    )
+    assert report._describe_announced_ends([]) == []
+
+
+def test_a_step_that_is_trained_again_counts_as_far_as_it_lies_in_the_ten_minutes():
+    # Step 2 ended 5 s before the window, step 3 began 95 s before it.
+    run = [
+        event(0, "start", attempt="7.0"), step(995, 2, 300.0), step(1105, 3, 200.0),
+        event(1700, "start", attempt="7.1"), step(1800, 2, 1.0), step(1900, 3, 1.0),
+    ]  # fmt: skip
+    [end] = history.sum_up_ends({"7.0": {"time": 1599.0, "asked": 1600.0}}, run)
+    assert (end.window_s, end.wasted_s) == (600.0, 105.0 + 1.0)
+
+
+def test_an_end_that_was_refused_or_is_under_way_is_none_yet():
+    records = {"7.0": {"time": 1901.0, "refused": "by Slurm"}, "7.1": {"time": 2291.0}}
+    assert history.sum_up_ends(records, RUN) == []

@@ -1,16 +1,21 @@
-"""Checkpoints that are not what their config.json says are refused before anything is queued."""
+"""Checkpoints that are not what their config.json says; new ones are complete or not there."""
 
 import json
 
 import numpy as np
 import pytest
+import torch
 from hf_checkpoint import EXPERTS, INDEX, QWEN3, tensors, write
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.models import registry
-from relax_hpc.models.hf_files import HfFiles
-from relax_hpc.models.names import Parameter, Piece
-from relax_hpc.roles.training import check as training_check
+from relax_hpc.roles.facts import Facts
+from relax_hpc.runtime.files import storage
+from relax_hpc.trainer.checkpoints.saving import save_hf
+from relax_hpc.trainer.models import hf_folder
+from relax_hpc.trainer.models.hf_files import HfFiles
+from relax_hpc.trainer.models.names import Parameter, TensorPiece
 
 
 @pytest.fixture(params=[QWEN3, EXPERTS], ids=["dense", "experts"])
@@ -19,7 +24,7 @@ def config(request):
 
 
 def check(folder):
-    training_check.check_weights(folder, registry.read_architecture(folder))
+    Facts(folder).check_weights(folder)
 
 
 @pytest.mark.parametrize("num_files", [1, 3])
@@ -32,15 +37,16 @@ def test_a_tied_output_matrix_may_be_repeated(tmp_path):
     check(write(tmp_path, QWEN3, lambda w: w.update(twice)))
 
 
-def test_experts_may_be_fused_as_transformers_has_them_in_memory(tmp_path):
-    def fuse(weights):
-        for layer in range(2):
-            prefix = f"model.layers.{layer}.mlp.experts."
-            for name in [name for name in weights if name.startswith(prefix)]:
-                del weights[name]
-            weights[prefix + "gate_up_proj"] = np.zeros((4, 12, 8), np.float16)
-            weights[prefix + "down_proj"] = np.zeros((4, 8, 6), np.float16)
+def fuse(weights, layers="01", number=4):
+    for layer in layers:
+        prefix = f"model.layers.{layer}.mlp.experts."
+        for name in [name for name in weights if name.startswith(prefix)]:
+            del weights[name]
+        weights[prefix + "gate_up_proj"] = np.zeros((number, 12, 8), np.float16)
+        weights[prefix + "down_proj"] = np.zeros((number, 8, 6), np.float16)
 
+
+def test_experts_may_be_fused_as_transformers_has_them_in_memory(tmp_path):
     check(write(tmp_path, EXPERTS, fuse))
 
 
@@ -50,63 +56,33 @@ def test_the_number_of_experts_has_two_names(tmp_path):
 
 
 NORM = "model.layers.1.self_attn.k_norm.weight"
+HEAD, FUSED = "lm_head.weight", "model.layers.1.mlp.experts."
 CHANGES = {
-    "a tensor is missing": (
-        QWEN3,
-        lambda w: w.pop(NORM),
-        f"has no tensor {NORM}, which model_type 'qwen3' in config.json asks for",
-    ),
-    "an expert is missing": (
-        EXPERTS,
-        lambda w: w.pop("model.layers.1.mlp.experts.3.up_proj.weight"),
-        "has no tensor model.layers.1.mlp.experts.3.up_proj.weight",
-    ),
-    "no output matrix": (
-        QWEN3 | {"tie_word_embeddings": False},
-        lambda w: w.pop("lm_head.weight"),
-        "has no tensor lm_head.weight",
-    ),
-    "biases": (
-        QWEN3,
+    "a tensor is missing": (QWEN3, lambda w: w.pop(NORM),
+        f"has no tensor {NORM}, which model_type 'qwen3' in config.json asks for"),
+    "an expert is missing": (EXPERTS, lambda w: w.pop(f"{FUSED}3.up_proj.weight"),
+        f"has no tensor {FUSED}3.up_proj.weight"),
+    "no output matrix": (QWEN3 | {"tie_word_embeddings": False}, lambda w: w.pop(HEAD),
+        "has no tensor lm_head.weight"),
+    "biases": (QWEN3,
         lambda w: w.update({f"model.layers.{n}.self_attn.q_proj.bias": np.zeros(8) for n in "01"}),
         "has 2 tensors that model_type 'qwen3' in config.json does not have, the first is "
-        "model.layers.0.self_attn.q_proj.bias",
-    ),
-    "another vocabulary": (
-        QWEN3,
+        "model.layers.0.self_attn.q_proj.bias"),
+    "another vocabulary": (QWEN3,
         lambda w: w.update({"model.embed_tokens.weight": np.zeros((12, 8))}),
-        "model.embed_tokens.weight has 12 rows, but vocab_size in config.json is 8",
-    ),
-    "another shape": (
-        QWEN3,
-        lambda w: w.update({NORM: np.zeros(4)}),
-        f"{NORM} is [4], but config.json asks for [2]",
-    ),
-    "another output matrix than the embedding that it is tied to": (
-        QWEN3,
-        lambda w: w.update({"lm_head.weight": np.eye(8, dtype=np.float16)}),
+        "model.embed_tokens.weight has 12 rows, but vocab_size in config.json is 8"),
+    "another shape": (QWEN3, lambda w: w.update({NORM: np.zeros(4)}),
+        f"{NORM} is [4], but config.json asks for [2]"),
+    "another output matrix than the embedding that it is tied to": (QWEN3,
+        lambda w: w.update({HEAD: np.eye(8, dtype=np.float16)}),
         "tie_word_embeddings = true in config.json, but there is an lm_head.weight other than "
-        "model.embed_tokens.weight; set it to false to train both, or remove the tensor",
-    ),
-    "an output matrix of another type": (
-        QWEN3,
-        lambda w: w.update({"lm_head.weight": np.zeros((8, 8), np.float32)}),
-        "there is an lm_head.weight other than model.embed_tokens.weight",
-    ),
-    "fewer fused experts": (
-        EXPERTS | {"mlp_only_layers": [0]},
-        lambda w: [
-            *(w.pop(name) for name in list(w) if ".1.mlp.experts." in name),
-            w.update(
-                {
-                    "model.layers.1.mlp.experts.gate_up_proj": np.zeros((3, 12, 8)),
-                    "model.layers.1.mlp.experts.down_proj": np.zeros((3, 8, 6)),
-                }
-            ),
-        ],
-        "experts.gate_up_proj is [3, 12, 8], but config.json asks for [4, 12, 8]",
-    ),
-}
+        "model.embed_tokens.weight; set it to false to train both, or remove the tensor"),
+    "an output matrix of another type": (QWEN3,
+        lambda w: w.update({HEAD: np.zeros((8, 8), np.float32)}),
+        "there is an lm_head.weight other than model.embed_tokens.weight"),
+    "fewer fused experts": (EXPERTS | {"mlp_only_layers": [0]}, lambda w: fuse(w, "1", 3),
+        "experts.gate_up_proj is [3, 12, 8], but config.json asks for [4, 12, 8]"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CHANGES)
@@ -188,16 +164,121 @@ def test_query_groups_take_turns_and_may_be_shared_by_ranks():
     packed = Parameter(("qkv",), rows, "rows", groups=2)
     # One rank: q0-3, k0, v0, then q4-7, k1, v1.
     group = [(0, 0, 0, 4), (1, 0, 4, 1), (2, 0, 5, 1), (0, 4, 6, 4), (1, 1, 10, 1), (2, 1, 11, 1)]
-    assert list(packed.pieces(0, 1)) == [Piece(s, 0, *rest) for s, *rest in group]
+    assert list(packed.pieces(0, 1)) == [TensorPiece(s, 0, *rest) for s, *rest in group]
     # Four ranks of three rows: the second has q3, k0, v0; the third q4-6.
     second = [(0, 3, 0, 1), (1, 0, 1, 1), (2, 0, 2, 1)]
-    assert list(packed.pieces(1, 4)) == [Piece(s, 0, *rest) for s, *rest in second]
-    assert list(packed.pieces(2, 4)) == [Piece(0, 0, 4, 0, 3)]
+    assert list(packed.pieces(1, 4)) == [TensorPiece(s, 0, *rest) for s, *rest in second]
+    assert list(packed.pieces(2, 4)) == [TensorPiece(0, 0, 4, 0, 3)]
     assert packed.shard_shape(4) == (3, 3)
 
 
 def test_a_rank_has_its_part_of_the_gate_above_its_part_of_the_other():
     both = Parameter(("fc1",), {"gate": (6, 5), "up": (6, 5)}, "gate_up")
-    assert list(both.pieces(1, 2)) == [Piece(0, 0, 3, 0, 3), Piece(1, 0, 3, 3, 3)]
+    assert list(both.pieces(1, 2)) == [TensorPiece(0, 0, 3, 0, 3), TensorPiece(1, 0, 3, 3, 3)]
     down = Parameter(("fc2",), {"down": (5, 6)}, "columns")
-    assert list(down.pieces(1, 2)) == [Piece(0, 1, 3, 0, 3)]
+    assert list(down.pieces(1, 2)) == [TensorPiece(0, 1, 3, 0, 3)]
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "source"
+    (folder / "original").mkdir(parents=True)
+    (folder / "config.json").write_text('{"vocab_size": 3, "torch_dtype": "bfloat16"}')
+    for name in ("tokenizer.json", "model.safetensors", "model.safetensors.index.json", "x.gguf"):
+        (folder / name).write_text("old")
+    return folder
+
+
+WEIGHTS = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(4), "c": torch.zeros(2)}
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_folder_has_the_new_weights_and_the_small_files_of_its_source(tmp_path, source):
+    save_hf(tmp_path / "new", iter(WEIGHTS.items()), source, write=True)
+    assert names(tmp_path / "new") == ["config.json", "model.safetensors", "tokenizer.json"]
+    loaded = load_file(tmp_path / "new" / "model.safetensors")
+    assert all(torch.equal(loaded[name], WEIGHTS[name]) for name in WEIGHTS)
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config == {"vocab_size": 3, "torch_dtype": "float32"}
+    assert names(tmp_path) == ["new", "source"]
+
+
+def test_many_weights_are_cut_into_files_with_an_index(tmp_path, source):
+    save_hf(tmp_path / "new", iter(WEIGHTS.items()), source, write=True, shard_bytes=30)
+    index = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())
+    first, second = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
+    assert index == {
+        "metadata": {"total_size": 48},
+        "weight_map": {"b": first, "a": second, "c": second},
+    }
+    for file, part in ((first, {"b"}), (second, {"a", "c"})):
+        loaded = load_file(tmp_path / "new" / file)
+        assert loaded.keys() == part
+        assert all(torch.equal(loaded[name], WEIGHTS[name]) for name in part)
+
+
+def test_views_of_one_tensor_are_stored_apart(tmp_path, source):
+    both = torch.arange(12.0).view(6, 2)
+    views = {"upper": both[:3], "lower": both[3:], "column": both[:, 1]}
+    hf_folder.write(tmp_path / "new", views.items(), source)
+    loaded = load_file(tmp_path / "new" / "model.safetensors")
+    assert all(torch.equal(loaded[name], views[name]) for name in views)
+
+
+def test_an_interrupted_export_leaves_what_was_there(tmp_path, source):
+    def broken():
+        yield "a", torch.zeros(4)
+        raise RuntimeError("a rank died")
+
+    new = tmp_path / "new"
+    with pytest.raises(RuntimeError):
+        save_hf(new, broken(), source, write=True)
+    assert not new.exists()
+    save_hf(new, iter(WEIGHTS.items()), source, write=True)
+    with pytest.raises(RuntimeError):
+        save_hf(new, broken(), source, write=True)
+    assert load_file(new / "model.safetensors").keys() == WEIGHTS.keys()
+    save_hf(new, iter({"d": torch.ones(1)}.items()), source, write=True)
+    assert load_file(new / "model.safetensors").keys() == {"d"}
+    assert names(tmp_path) == ["new", "source"]
+
+
+def test_ranks_that_do_not_write_read_the_stream_to_its_end(tmp_path, source):
+    stream = iter(WEIGHTS.items())
+    save_hf(tmp_path / "new", stream, source, write=False)
+    assert next(stream, None) is None
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_export_of_a_run_waits_for_room(tmp_path, source, monkeypatch):
+    left, save = [2], hf_folder.save_file
+
+    def full(*args, **settings):
+        if left[0]:
+            left[0] -= 1
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        save(*args, **settings)
+
+    monkeypatch.setattr(hf_folder, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):  # a command waits for nothing
+        hf_folder.write(tmp_path / "new", WEIGHTS.items(), source)
+    left[0] = 2
+    storage.settle(60)
+    try:
+        hf_folder.write(tmp_path / "new", WEIGHTS.items(), source)
+    finally:
+        storage.settle(0)
+    assert left == [0]
+    assert load_file(tmp_path / "new" / "model.safetensors").keys() == WEIGHTS.keys()
+
+
+def test_another_error_of_safetensors_stays_one(tmp_path, source, monkeypatch):
+    def broken(*_, **__):
+        raise SafetensorError("no such type")
+
+    monkeypatch.setattr(hf_folder, "save_file", broken)
+    with pytest.raises(SafetensorError, match="no such type"):
+        hf_folder.write(tmp_path / "new", WEIGHTS.items(), source)

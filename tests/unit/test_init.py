@@ -1,20 +1,17 @@
 """A job and a profile to begin with: valid, explained, and of this cluster."""
 
 import json
-import subprocess
-import sys
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from relax_hpc import job_file
+from relax_hpc.cli import init
 from relax_hpc.cli.main import app
+from relax_hpc.config import job_file
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import profiles
-from relax_hpc.preparation import site, starting
 
 SINFO = """\
 cpu*|10|64|(null)|infinite|(null)
@@ -43,12 +40,12 @@ def cluster(bin_folder, **instead):
         (bin_folder / name).chmod(0o755)
 
 
-@pytest.mark.parametrize("like", starting.templates())
+@pytest.mark.parametrize("like", job_file.list_jobs())
 def test_a_job_is_that_of_which_it_is_begun_with_its_keys_explained(like, tmp_path):
-    text = starting.job_text(like, "mine", tmp_path / "schema.json")
+    text = init.job_text(like, "mine", tmp_path / "schema.json")
     (tmp_path / "mine.toml").write_text(text)
     mine = tomllib.loads(text)
-    assert mine == tomllib.loads(starting.templates()[like].read_text()) | {"name": "mine"}
+    assert mine == tomllib.loads(job_file.list_jobs()[like].read_text()) | {"name": "mine"}
     assert job_file.load(tmp_path / "mine.toml").name == "mine"
     assert text.startswith(f"#:schema file://{tmp_path}/schema.json\n")
     path = text.index('\npath = "')
@@ -84,7 +81,7 @@ def test_without_slurm_there_is_no_profile_but_a_job(tmp_path, home):
     cluster(tmp_path / "bin", sinfo="exit 1")
     said = CliRunner().invoke(app, ["init", "first"])
     assert "no Slurm answers here" in said.stdout and not (home / "default.toml").exists()
-    assert site.profile_text() is None
+    assert init.profile_text() is None
 
 
 @pytest.mark.parametrize("sbatch", ["exit 1", None])
@@ -94,7 +91,7 @@ def test_where_slurm_is_silent_the_next_command_does_not_ask_it(tmp_path, monkey
     said = CliRunner().invoke(app, ["init", "first"])
     local = " --local" if sbatch else ""
     assert said.stdout.endswith(f"next: relax-hpc check first.toml{local}\n")
-    text = Path("first.toml").read_text()
+    text = Path("first.toml").read_text(encoding="utf-8")
     assert f"#   run       relax-hpc submit first.toml{local}\n" in text
 
 
@@ -132,7 +129,7 @@ def test_a_name_that_is_none_is_refused(asked, message, tmp_path):
 def test_the_schema_knows_every_section_and_the_spellings_of_slurm():
     asked = CliRunner().invoke(app, ["schema", "--out", "schema.json"])
     assert asked.exit_code == 0
-    schema = json.loads(Path("schema.json").read_text())
+    schema = json.loads(Path("schema.json").read_text(encoding="utf-8"))
     job, tuning = (schema["$defs"][schema[key]["$ref"].split("/")[-1]] for key in ("else", "then"))
     assert {"rollout", "actor", "resources"} < job["properties"].keys()
     assert "sft" in tuning["properties"] and tuning["additionalProperties"] is False
@@ -141,33 +138,9 @@ def test_the_schema_knows_every_section_and_the_spellings_of_slurm():
     assert "Slurm time limit" in time["description"]
 
 
-@pytest.mark.parametrize("job", sorted(starting.JOBS.rglob("*.toml")), ids=lambda job: job.stem)
+@pytest.mark.parametrize("job", sorted(job_file.JOBS.rglob("*.toml")), ids=lambda job: job.stem)
 def test_a_job_that_comes_along_names_the_schema_that_make_setup_writes(job):
-    root = starting.JOBS.resolve().parent
+    root = job_file.JOBS.resolve().parent
     first = job.resolve().read_text().splitlines()[0].removeprefix("#:schema ")
     assert (job.resolve().parent / first).resolve() == root / "job.schema.json"
     assert "relax-hpc schema --out" in (root / "Makefile").read_text()
-
-
-def test_the_wheel_has_the_profiles_and_the_jobs(tmp_path):
-    """Built from a copy of what is not code, since that is what could be left out."""
-    root = Path(profiles.__file__).parents[2]
-    copy = tmp_path / "copy"
-    (copy / "relax_hpc").mkdir(parents=True)
-    (copy / "relax_hpc" / "__init__.py").touch()
-    for name in ("profiles", "jobs"):
-        (copy / "relax_hpc" / name).symlink_to((root / "relax_hpc" / name).resolve())
-    for name in ("pyproject.toml", "README.md"):
-        (copy / name).write_text((root / name).read_text())
-    build = "from setuptools.build_meta import build_wheel; print(build_wheel('.'))"
-    made = subprocess.run(
-        [sys.executable, "-c", build], cwd=copy, capture_output=True, text=True, timeout=100
-    )
-    assert made.returncode == 0, made.stderr
-    files = zipfile.ZipFile(copy / made.stdout.split()[-1]).namelist()
-    there = {name for name in files if name.endswith(".toml")}
-    jobs = {
-        f"relax_hpc/jobs/{path.relative_to(starting.JOBS)}"
-        for path in starting.JOBS.rglob("*.toml")
-    }
-    assert jobs | {"relax_hpc/profiles/example.toml", "relax_hpc/profiles/local.toml"} == there

@@ -1,5 +1,6 @@
 """Messages to a user about a run: its state and why it failed, and in one line what is wrong."""
 
+import itertools
 import json
 import time
 
@@ -9,25 +10,29 @@ from typer.testing import CliRunner
 
 from relax_hpc.cli.main import app
 from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.fleet import members
-from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.roster import Roster, RosterEntry
-from relax_hpc.launch import partitions, requeue, script, states
+from relax_hpc.inference import members
+from relax_hpc.inference.members import Member, Roster, RosterEntry
+from relax_hpc.launch import requeue, script
+from relax_hpc.launch.cluster import Cluster
 from relax_hpc.launch.placement import Component
-from relax_hpc.paths import RunPaths
-from relax_hpc.scale import listing as scale_list
+from relax_hpc.runs import verdict
+from relax_hpc.runs.scale import requests
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import EventWriter
 from relax_hpc.sections import Resources
-from relax_hpc.telemetry.events import EventWriter
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    yield fake_slurm.make(tmp_path, monkeypatch)
-    states.has_accounting.cache_clear()
+def run(slurm):
+    return slurm
 
 
 def cli(*words):
     return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def as_json(run):
+    return json.loads(cli("status", run.run_dir, "--json").output)
 
 
 def refusal(*words):
@@ -96,31 +101,6 @@ def fail(run, **events):
                 writer.emit("error", message=message)
 
 
-@pytest.mark.parametrize(
-    ("code", "said", "why"),
-    [
-        (
-            137,
-            (),
-            "killed by SIGKILL: by somebody, or by its node for want of memory (resources.mem)",
-        ),
-        (134, (), "killed by SIGABRT: actor-0: step 3 of 30, 12k tokens/s"),
-        (137, ["KeyError: x"], "killed by SIGKILL: actor-2: KeyError: x"),
-        (200, (), "exit code 200: actor-0: step 3 of 30, 12k tokens/s"),
-    ],
-)
-def test_of_one_that_was_killed_the_signal_is_named_and_no_line_of_progress(run, code, said, why):
-    fail(run, actor=said)
-    log = run.run_dir / "submission" / "7_batch.log"
-    log.write_text(f"2026-01-01T00:00:00 actor: start 1 ended with exit code {code}\n")
-    (run.run_dir / "submission" / "actor" / "7_0_log.err").write_text(
-        "step 3 of 30, 12k tokens/s\n"
-    )
-    assert (
-        json.loads(cli("status", run.run_dir, "--json").output)["reason"] == f"actor failed, {why}"
-    )
-
-
 def test_a_failed_run_says_which_component_failed_how_and_why_and_what_to_do(run):
     fail(run, actor=["ValueError: old", "BusError: not finite\nmore"], rollout=["KeyError: x"])
     lines = [line.strip() for line in cli("status", run.run_dir).output.splitlines()]
@@ -131,17 +111,7 @@ def test_a_failed_run_says_which_component_failed_how_and_why_and_what_to_do(run
     assert f"to go on      relax-hpc resume {run.run_dir}" in lines
     assert not [line for line in lines if "submit" in line]
     assert "steps         0 of 30" in lines
-    assert json.loads(cli("status", run.run_dir, "--json").output)["reason"] == why
-
-
-def test_what_no_restart_cures_is_not_blamed_on_whoever_was_ended_for_it(run):
-    fail(run, actor=["MismatchError: different models"], rollout=["KeyError: x"])
-    log = run.run_dir / "submission" / "7_batch.log"
-    lines = BATCH_LOG.splitlines(keepends=True)
-    lines[1:3] = ["2026-01-01T00:00:00 actor: would fail again in the same way, giving up\n"]
-    log.write_text("".join(lines))
-    why = "actor failed, exit code 1: actor-2: MismatchError: different models"
-    assert f"reason        {why}\n" in cli("status", run.run_dir).output
+    assert as_json(run)["reason"] == why
 
 
 FINAL = {
@@ -172,23 +142,6 @@ def test_the_last_error_of_a_run_does_not_act_on_the_terminal(run):
         assert not {*said} & {*"\x1b\x07\x9b\u202e"}
 
 
-def test_an_error_that_only_a_log_has_is_known_by_its_class_too(run):
-    fail(run)
-    path = run.run_dir / "submission" / "actor" / "7_0_log.err"
-    path.write_text("Traceback\nrelax_hpc.errors.RewardError: too many\n")
-    assert "to go on      relax-hpc submit JOB" in cli("status", run.run_dir).output
-
-
-def test_where_a_line_of_setup_failed_resume_is_told_the_corrected_ones(run):
-    fail(run)
-    log = run.run_dir / "submission" / "7_batch.log"
-    log.write_text("2026-01-01T00:00:00 actor: setup ended with exit code 127: module load x\n")
-    said = cli("status", run.run_dir).output
-    assert "reason        actor: setup ended with exit code 127: module load x\n" in said
-    again = f"relax-hpc resume {run.run_dir} --set 'resources.setup=[\"...\"]'"
-    assert f"  to go on      {again}, corrected: a profile is not read again\n" in said
-
-
 def test_without_an_event_a_failed_task_is_quoted_and_else_the_script(run):
     fail(run)
     path = run.run_dir / "submission" / "actor" / "7_0_log.err"
@@ -215,14 +168,56 @@ def test_without_an_event_a_failed_task_is_quoted_and_else_the_script(run):
     assert "to go on      relax-hpc resume" in answer and "  see  " not in answer
 
 
-def test_of_a_task_that_could_not_be_started_srun_is_quoted(run):
-    fail(run)
+def ended(words):
+    return f"2026-01-01T00:00:00 actor: {words}\n"
+
+
+PROGRESS, LAUNCH = (
+    "step 3 of 30, 12k tokens/s\n",
+    "task 0 launch failed: Slurmd could not connect IO",
+)
+GAVE_UP = BATCH_LOG.splitlines(keepends=True)
+GAVE_UP[1:3] = [ended("would fail again in the same way, giving up")]
+REASONS = {
+    "killed": ([], ended("start 1 ended with exit code 137"), PROGRESS,
+        "actor failed, killed by SIGKILL: by somebody, or by its node for want of memory (resources"
+        ".mem)"),
+    "aborted": ([], ended("start 1 ended with exit code 134"), PROGRESS,
+        "actor failed, killed by SIGABRT: actor-0: step 3 of 30, 12k tokens/s"),
+    "killed with an error": (["KeyError: x"], ended("start 1 ended with exit code 137"), PROGRESS,
+        "actor failed, killed by SIGKILL: actor-2: KeyError: x"),
+    "ended": ([], ended("start 1 ended with exit code 200"), PROGRESS,
+        "actor failed, exit code 200: actor-0: step 3 of 30, 12k tokens/s"),
+    "no restart cures it": (["MismatchError: other models"], "".join(GAVE_UP), "",
+        "actor failed, exit code 1: actor-2: MismatchError: other models"),
+    "setup": ([], ended("setup ended with exit code 127: module load x"), "",
+        "actor: setup ended with exit code 127: module load x"),
+    "not started": ([], f"srun: error: {LAUNCH}\nsrun: error: Timed out\n{BATCH_LOG}", "",
+        f"actor failed 2 times, exit code 3: {LAUNCH}: it seems that its node does not see FOLDER"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_the_reason_is_what_tasks_and_logs_say_of_whoever_ended_the_run(run, case):
+    """Errors of the actor, the log of the script and of the actor, and the reason."""
+    errors, of_script, of_actor, why = REASONS[case]
+    fail(run, actor=errors, rollout=["KeyError: y"])
     log = run.run_dir / "submission" / "7_batch.log"
-    said = "task 0 launch failed: Slurmd could not connect IO"
-    log.write_text(f"srun: error: {said}\nsrun: error: Timed out\n{log.read_text()}")
-    folder = log.parent / "actor"
-    words = f"exit code 3: {said}: it seems that its node does not see {folder}\n"
-    assert words in cli("status", run.run_dir).output
+    log.write_text(of_script)
+    (log.parent / "actor" / "7_0_log.err").write_text(of_actor)
+    assert as_json(run)["reason"] == why.replace("FOLDER", f"{log.parent / 'actor'}")
+
+
+def test_what_to_do_goes_by_an_error_that_only_a_log_has_and_by_a_failing_line_of_setup(run):
+    fail(run)
+    path = run.run_dir / "submission" / "actor" / "7_0_log.err"
+    path.write_text("Traceback\nrelax_hpc.errors.RewardError: too many\n")
+    assert "to go on      relax-hpc submit JOB" in cli("status", run.run_dir).output
+    log = run.run_dir / "submission" / "7_batch.log"
+    log.write_text(ended("setup ended with exit code 127: module load x"))
+    again = f"relax-hpc resume {run.run_dir} --set 'resources.setup=[\"...\"]'"
+    said = f"  to go on      {again}, corrected: a profile is not read again\n"
+    assert said in cli("status", run.run_dir).output
 
 
 def test_a_script_that_has_not_even_a_log_did_not_see_the_run_directory(run):
@@ -252,10 +247,8 @@ def steps(run, *events, ago_s=0.0):
 def test_only_a_run_that_runs_has_time_to_go_and_it_says_when_its_last_step_was(run):
     steps(run, ("step", 1), ("step", 2), ("step", 3), ago_s=300)
     run.says("7+0|RUNNING", "7+1|RUNNING")
-    assert (
-        "steps         3 of 30, the last 5 min ago, 27 s to go\n"
-        in cli("status", run.run_dir).output
-    )
+    told = "steps         3 of 30, the last 5 min ago, 27 s to go\n"
+    assert told in cli("status", run.run_dir).output
     for state in ("FAILED", "PENDING", "CANCELLED"):
         run.says(f"7+0|{state}", f"7+1|{state}")
         assert "steps         3 of 30\n" in cli("status", run.run_dir).output
@@ -274,19 +267,18 @@ def test_after_a_resume_the_present_step_is_shown_and_not_the_highest(run):
         ([*done, ("resume", 8), ("step", 9), ("step", 10)], 10),
     ):
         steps(run, *events)
-        progress = json.loads(cli("status", run.run_dir, "--json").output)["progress"]
-        assert progress["steps_done"] == shown
+        assert as_json(run)["progress"]["steps_done"] == shown
 
 
 def test_engines_of_a_run_that_waits_are_pending_and_its_idle_nodes_are_told(run):
     run.says("7+0|PENDING", "7+1|PENDING")
-    listing = scale_list.collect(run.run_dir)
+    listing = requests.collect(run.run_dir)
     assert [(row.id, row.state, row.node) for row in listing.rows] == [("rollout-0", "PENDING", "")]
-    assert scale_list.text(listing).endswith("room for 2 more, once the run has been started")
+    assert requests.text(listing).endswith("room for 2 more, once the run has been started")
     run.says("7+0|RUNNING", "7+1|RUNNING")  # its scaler has not
-    assert scale_list.text(scale_list.collect(run.run_dir)).endswith("room for 2 more")
+    assert requests.text(requests.collect(run.run_dir)).endswith("room for 2 more")
     run.says("7+0|FAILED", "7+1|FAILED")
-    assert "room" not in scale_list.text(scale_list.collect(run.run_dir))
+    assert "room" not in requests.text(requests.collect(run.run_dir))
 
 
 def test_engines_of_every_pool_are_listed_and_those_of_a_fixed_one_have_no_version(run):
@@ -304,7 +296,7 @@ def test_engines_of_every_pool_are_listed_and_those_of_a_fixed_one_have_no_versi
         members.announce(paths, Member(name, "7-1-1", "", 1, "embedded", "HEALTHY", pool=pool))
     Roster(3, {"rollout-0": RosterEntry("7-1-1", 3, "ACTIVE")}).write(paths)
 
-    listed = json.loads(cli("status", run.run_dir, "--json").output)["engines"]
+    listed = as_json(run)["engines"]
     assert [[row[key] for key in ("pool", "id", "state", "node", "version")] for row in listed] == [
         ["rollout", "rollout-0", "ACTIVE", "r0", 3],
         ["judge", "judge-0.0", "STARTING", "j0", "fixed"],
@@ -315,19 +307,19 @@ def test_engines_of_every_pool_are_listed_and_those_of_a_fixed_one_have_no_versi
     said = cli("status", run.run_dir).output
     assert "  rollout-0 engine of rollout, active on r0, v3\n" in said
     assert "  judge-1.0 engine of judge, healthy on j1, fixed\n" in said
-    table = scale_list.text(scale_list.collect(run.run_dir))
+    table = requests.text(requests.collect(run.run_dir))
     assert [line.split()[:5] for line in table.splitlines()[1:3]] == [
         ["rollout-0", "rollout", "active", "r0", "v3"],
         ["judge-0.0", "judge", "starting", "j0", "fixed"],
     ]
     run.says("7+0|COMPLETED", "7+1|COMPLETED")
-    assert json.loads(cli("status", run.run_dir, "--json").output)["engines"] == []
+    assert as_json(run)["engines"] == []
 
 
 def test_where_slurm_gives_no_partitions_one_line_says_so_and_what_to_do(run):
     run.is_silent(fake_slurm.NO_CONF)
     with pytest.raises(ConfigError) as error:
-        partitions.partitions()
+        Cluster().nodes  # noqa: B018
     assert str(error.value) == (
         "sinfo: Could not establish a configuration source; work where Slurm answers; with --local "
         "nobody asks it, and submit runs the job on this machine"
@@ -366,3 +358,51 @@ def test_options_of_sbatch_with_spaces_are_quoted_as_it_reads_its_script(tmp_pat
     component = Component("actor", 1, Resources(sbatch=[option]))
     text = script.slurm_script(script.Job("toy", tmp_path), [component])
     assert f"#SBATCH {line}" in text.splitlines()
+
+
+def noted(run_dir, *events):
+    """Writes events of tasks of the actor, a second after one another, into their files."""
+    folder = RunPaths(run_dir).events_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for at, (rank, event, message) in zip(itertools.count(1000), events):
+        line = {"time": float(at), "event": event, "role": "actor", "rank": rank}
+        line |= {"message": message} if message else {"attempt": "7.0", "start": 1}
+        with (folder / f"actor-{rank}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+START = [(0, "start", ""), (1, "start", "")]
+VICTIMS = [
+    "PeerTimeoutError: rank 0 of the 2 of this component left: it has closed the connection",
+    "DistBackendError: [1] is setting up NCCL communicator",
+    "RuntimeError: [pair.cc:534] Connection closed by peer [10.1.0.2]:34879",
+    "ConnectionResetError: [Errno 104] Connection reset by peer",
+]
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_the_reason_is_the_cause_and_not_who_lost_its_peer(tmp_path, victim):
+    """O12: whoever says it first, and at whichever start."""
+    cause = "SpreadError: responses to a prompt hardly ever differ"
+    before = (0, "error", "MismatchError: of an earlier start")
+    noted(tmp_path, *START, before, *START, (0, "error", cause), (1, "error", victim))
+    assert verdict.last_error(tmp_path, ["actor"], 0.0) == (f"actor-0: {cause}", "actor-0")
+    noted(tmp_path, *START, (1, "error", victim), (0, "error", cause))
+    assert verdict.last_error(tmp_path, ["actor"], 0.0) == (f"actor-0: {cause}", "actor-0")
+
+
+def test_of_two_causes_it_is_the_first_and_of_victims_alone_too(tmp_path):
+    """O12."""
+    noted(tmp_path, *START, (0, "error", "ValueError: a"), (1, "error", "KeyError: b"))
+    assert verdict.last_error(tmp_path, ["actor"], 0.0) == ("actor-0: ValueError: a", "actor-0")
+    noted(tmp_path, *START, (1, "error", VICTIMS[0]), (0, "error", VICTIMS[1]))
+    assert verdict.last_error(tmp_path, ["actor"], 0.0) == (f"actor-1: {VICTIMS[0]}", "actor-1")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(152, "SIGXCPU (CPU time limit"), (153, "SIGXFSZ (file size limit")]
+)
+def test_a_signal_that_stands_for_a_limit_is_called_by_it(code, said):
+    """O9."""
+    assert verdict.explain_signal(code).startswith(f"killed by {said} of the shell that submitted")
+    assert verdict.explain_signal(137) == "killed by SIGKILL"

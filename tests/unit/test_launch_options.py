@@ -4,21 +4,21 @@ environment adds to it, or does not."""
 import subprocess
 import sys
 
-import fake_slurm
 import pytest
 import toys
 from test_launch_placement import config
 from test_launch_script import bash
 
-from relax_hpc.boards import finish
+from relax_hpc.config.job_file import read_resolved
 from relax_hpc.errors import ConfigError
-from relax_hpc.job_file import read_resolved
-from relax_hpc.launch import partitions, preflight, script, trial
+from relax_hpc.launch import cluster, preflight, script
+from relax_hpc.launch.cluster import Cluster
 from relax_hpc.launch.placement import Component, place
 from relax_hpc.launch.slurm import HetSlurmExecutor
 from relax_hpc.launch.supervision import WAIT
-from relax_hpc.paths import RunPaths
 from relax_hpc.runs import verdict
+from relax_hpc.runs.boards import finish
+from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.sections import Resources
 
 TASKS, SCRIPT = "the number of tasks of [actor]", "the way in which a run is started"
@@ -99,21 +99,21 @@ OLD_PLUGINS = "srun: MPI types are...\nsrun: none\nsrun: pmi2\nsrun: pmix\n"
 def test_mpi_that_srun_does_not_know_is_refused_where_it_can_be_asked(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}")
     wrong = Component("actor", 1, Resources(mpi="pmxi"), "mpi")
-    partitions.check_limits([wrong])  # there is no srun
+    cluster.check_limits([wrong], Cluster())  # there is no srun
     (tmp_path / "plugins").write_text(PLUGINS)
     (tmp_path / "srun").write_text(f'#!/bin/bash\necho "$(<{tmp_path}/plugins)"\n')
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     with pytest.raises(ConfigError) as error:
-        partitions.check_limits([wrong])
+        cluster.check_limits([wrong], Cluster())
     assert str(error.value) == (
         "actor.resources.mpi = 'pmxi': is not known to srun; did you mean pmix? It has pmix, none, "
         "pmi2, pmix_v3, pmix_v4"
     )
     for each in ("pmix", "pmix_v4", "pmi2"):
-        partitions.check_limits([Component("actor", 1, Resources(mpi=each), "mpi")])
-    partitions.check_limits([Component("actor", 1, Resources(mpi="pmxi"), "files")])
-    assert partitions.parse_mpi(OLD_PLUGINS) == ["none", "pmi2", "pmix"]
+        cluster.check_limits([Component("actor", 1, Resources(mpi=each), "mpi")], Cluster())
+    cluster.check_limits([Component("actor", 1, Resources(mpi="pmxi"), "files")], Cluster())
+    assert cluster.parse_mpi(OLD_PLUGINS) == ["none", "pmi2", "pmix"]
 
 
 HIDING = """#!/bin/bash
@@ -133,9 +133,9 @@ def test_partitions_that_slurm_does_not_show_by_itself_are_found_with_their_limi
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     asked = [Component("actor", 1, Resources(partition="hidden", time="61"))]
-    partitions.check_partitions(asked, partitions.partitions())
+    cluster.check_partitions(asked, Cluster().nodes)
     with pytest.raises(ConfigError, match=r"time = '61': partition hidden lets jobs run for 01:00"):
-        partitions.check_limits(asked)
+        cluster.check_limits(asked, Cluster())
 
 
 def test_variables_of_sbatch_are_defaults_of_keys_that_nobody_sets(monkeypatch, tmp_path):
@@ -171,7 +171,7 @@ def test_sbatch_knows_nothing_of_the_job_that_it_is_called_in(tmp_path, monkeypa
         monkeypatch.setenv(name, value)
     job, alone = toys.job(tmp_path / "run"), [Component("actor", 1, Resources())]
     for ask in (
-        lambda: trial.expected_start(job, alone),
+        lambda: cluster.estimate_start(job, alone),
         lambda: HetSlurmExecutor(job.folder).submit_het(job, alone),
     ):
         ask()
@@ -230,7 +230,7 @@ def test_a_setup_line_does_not_hide_from_the_supervision_that_tasks_are_done(tmp
     assert (folder / "7_exit_code").read_text() == "0\n"
 
 
-def test_the_verdict_names_a_component_that_ended_without_a_word(tmp_path, monkeypatch):
+def test_the_verdict_names_a_component_that_ended_without_a_word(slurm):
     done = bash(
         "exit 142 & components+=($!) names+=(actor)",
         "true & components+=($!) names+=(rollout)",
@@ -238,8 +238,7 @@ def test_the_verdict_names_a_component_that_ended_without_a_word(tmp_path, monke
         'echo "${ended[@]}"',
     )
     assert done.stdout == "--ended actor=142\n"
-    run = fake_slurm.make(tmp_path, monkeypatch)
-    paths = RunPaths(run.run_dir)
+    paths = RunPaths(slurm.run_dir)
     ended = ["actor=142", "rollout=1", "judge=143"]
     for log, words in (
         ("", "actor ended with exit code 142, and its script did not say why, "
@@ -251,7 +250,7 @@ def test_the_verdict_names_a_component_that_ended_without_a_word(tmp_path, monke
         (paths.submission / "7_batch.log").write_text(log)
         paths.verdict.unlink(missing_ok=True)
         finish.tell(paths, read_resolved(paths.config), 0, failed=True, ended=ended)
-        assert verdict.read(run.run_dir).words.startswith(words)
+        assert verdict.read(slurm.run_dir).words.startswith(words)
 
 
 @pytest.mark.parametrize("name", ["account", "qos"])
@@ -270,3 +269,20 @@ def test_what_sbatch_passes_on_to_a_component_that_names_none_is_said(name):
         f"engines.part2.resources.{name} = 'b': Slurm gives it to engines.part3.resources as well, "
         f"which names none; to have another, say engines.part3.resources.{name}"
     ]
+
+
+def test_slurm_is_asked_once_what_several_checks_need(monkeypatch):
+    asked = []
+
+    def output_of(command):
+        asked.append(tuple(command))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(cluster, "output_of", output_of)
+    slurm, components = Cluster(), [Component("actor", 1, Resources(qos="long"))]
+    for _ in range(2):
+        cluster.check_limits(components, slurm)
+        cluster.check_number(components, slurm)
+        cluster.check_preemption(components, slurm, save_every=1, save_s=None, say=print)
+        preflight.tell_limits(components, slurm, lambda _: None)
+    assert len(asked) == len(set(asked)) > 0

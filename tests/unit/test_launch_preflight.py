@@ -1,21 +1,37 @@
-"""Preflight: what is refused, and that the refusal helps."""
+"""What is refused before a run is made; submitting, watching and ending one without Slurm."""
 
+import errno
 import json
+import os
+import resource
+import shutil
+from pathlib import Path
 
 import pytest
+from toys import until
+from typer.testing import CliRunner
 
+from relax_hpc.cli.main import app
+from relax_hpc.config import job_file
 from relax_hpc.config.actor import ActorConfig
 from relax_hpc.config.engines import EnginePool
+from relax_hpc.config.job_file import read_resolved, validate
 from relax_hpc.config.run import RunConfig
-from relax_hpc.errors import ConfigError
-from relax_hpc.launch import partitions, preflight
+from relax_hpc.errors import ConfigError, LaunchError
+from relax_hpc.launch import cluster, local, preflight, record
+from relax_hpc.launch import submit as submit_module
+from relax_hpc.launch.local import processes
 from relax_hpc.launch.placement import Component
-from relax_hpc.models.fields import CAUSAL
-from relax_hpc.models.registry import read_architecture
+from relax_hpc.launch.submit import submit
 from relax_hpc.roles.engine import check as engine_check
 from relax_hpc.roles.rollout import check as rollout_check
 from relax_hpc.roles.training import check as training_check
+from relax_hpc.runs import logs
+from relax_hpc.runs.cancel import cancel
+from relax_hpc.runs.status import collect, overall
+from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.sections import Resources
+from relax_hpc.trainer.models.registry import FAMILIES, read_architecture
 
 SINFO = """\
 gpu*|n1|gpu:h100:4(S:0-1)
@@ -26,8 +42,9 @@ cpu|n3|(null)
 
 
 def model(folder, **fields):
+    family = FAMILIES.get(fields.get("model_type", "qwen3"))
     config = {
-        "architectures": [CAUSAL.get(fields.get("model_type", "qwen3"))],
+        "architectures": [family and family.causal],
         "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
         "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
@@ -38,7 +55,7 @@ def model(folder, **fields):
 
 
 def test_sinfo_is_read_with_sockets_types_and_other_resources():
-    found = partitions.parse_sinfo(SINFO)
+    found = cluster.parse_sinfo(SINFO)
     assert found == {"gpu": {"n1": 4, "n2": 4}, "cpu": {"n2": 4, "n3": 0}}
     assert found.default == "gpu"
 
@@ -46,25 +63,16 @@ def test_sinfo_is_read_with_sockets_types_and_other_resources():
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        (
-            {"partition": "gpus"},
-            "rollout.resources.partition = 'gpus': no such partition; did you",
-        ),
-        (
-            {"gpus_per_node": 8},
-            "rollout.resources.gpus_per_node = 8: 0 nodes of partition gpu",
-        ),
+        ({"partition": "gpus"}, "rollout.resources.partition = 'gpus': no such partition; did you"),
+        ({"gpus_per_node": 8}, "rollout.resources.gpus_per_node = 8: 0 nodes of partition gpu"),
         ({"partition": "cpu", "gpus_per_node": 1, "nodes": 2}, "1 nodes of partition cpu have as"),
         ({"nodes": 2}, "actor.resources.nodes = 1: partition gpu has 2 nodes and the run needs 3"),
     ],
 )
 def test_what_the_cluster_cannot_give_is_refused_with_what_it_has(rollout, message):
-    components = [
-        Component("rollout", 2, Resources(**rollout)),
-        Component("actor", 1, Resources()),
-    ]
+    components = [Component("rollout", 2, Resources(**rollout)), Component("actor", 1, Resources())]
     with pytest.raises(ConfigError) as error:
-        partitions.check_partitions(components, partitions.parse_sinfo(SINFO))
+        cluster.check_partitions(components, cluster.parse_sinfo(SINFO))
     assert message in str(error.value)
 
 
@@ -73,41 +81,7 @@ def test_what_the_cluster_can_give_is_accepted():
         Component("rollout", 4, Resources(gpus_per_node=4)),
         Component("actor", 4, Resources(partition="gpu,cpu", gpus_per_node=4)),
     ]
-    partitions.check_partitions(components, partitions.parse_sinfo(SINFO))
-
-
-@pytest.mark.parametrize(
-    ("fields", "actor", "message"),
-    [
-        (
-            {"model_type": "gpt2"},
-            {},
-            "model_type = 'gpt2': only llama, mistral, qwen2, qwen3, qwen3_moe, qwen3_vl,",
-        ),
-        ({"attention_bias": True}, {}, "attention_bias = True: only False is supported"),
-        (
-            {},
-            {"layout": {"tensor_parallel": 3}},
-            "3: does not divide the model's 4 attention heads",
-        ),
-        (
-            {},
-            {"layout": {"pipeline_parallel": 4}},
-            "pipeline_parallel = 4: does not divide the model's 2 lay",
-        ),
-    ],
-)
-def test_a_model_that_cannot_be_trained_is_refused(tmp_path, fields, actor, message):
-    with pytest.raises(ConfigError) as error:
-        training_check.check_model(model(tmp_path / "m", **fields), ActorConfig(**actor))
-    assert message in str(error.value)
-
-
-def test_a_folder_that_is_no_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no such folder"):
-        training_check.check_model(tmp_path / "missing", ActorConfig())
-    with pytest.raises(ConfigError, match=r"has no config.json"):
-        training_check.check_model(tmp_path, ActorConfig())
+    cluster.check_partitions(components, cluster.parse_sinfo(SINFO))
 
 
 def test_the_embedded_engine_is_refused_for_experts(tmp_path):
@@ -154,33 +128,25 @@ def test_nodes_for_later_are_rollouts_counted_and_not_fewer_than_it_starts_with(
     with pytest.raises(ConfigError, match=r"actor.resources.max_nodes = 2: only rollout can be"):
         preflight.check_component(Component("actor", 1, Resources(max_nodes=2)))
     with pytest.raises(ConfigError, match=r"max_nodes = 1: is less than rollout.resources.nodes"):
-        preflight.check_component(
-            Component("rollout", 2, Resources(nodes=2, max_nodes=1), is_scalable=True)
-        )
-    nodes = partitions.parse_sinfo("main*|n1|(null)\nmain*|n2|(null)")
-    partitions.check_partitions([Component("rollout", 1, Resources(max_nodes=2))], nodes)
+        fewer = Resources(nodes=2, max_nodes=1)
+        preflight.check_component(Component("rollout", 2, fewer, is_scalable=True))
+    nodes = cluster.parse_sinfo("main*|n1|(null)\nmain*|n2|(null)")
+    cluster.check_partitions([Component("rollout", 1, Resources(max_nodes=2))], nodes)
     with pytest.raises(ConfigError, match=r"rollout.resources.max_nodes = 3"):
-        partitions.check_partitions([Component("rollout", 1, Resources(max_nodes=3))], nodes)
+        cluster.check_partitions([Component("rollout", 1, Resources(max_nodes=3))], nodes)
 
 
 @pytest.mark.parametrize(
     ("rollout", "answer"),
     [
-        (
-            {"args": {"enable_return_routed_experts": True}},
-            "is set by the run; set rollout.routed_experts",
-        ),
+        ({"args": {"enable_return_routed_experts": True}}, "is set by the run; set rollout.routed"),
         ({"args": {"tp_size": 3}}, "tp_size = 3: 4 attention heads do not divide by 3"),
-        (
-            {"args": {"tp_size": 2}, "count": 2, "resources": {"gpus_per_node": 2}},
-            "gpus_per_node = 2: the engines of a node take 4",
-        ),
-        (
-            {"args": {"tp_size": 4}, "nodes_per_engine": 3, "resources": {"nodes": 3}},
-            "tp_size = 4: does not divide over 3 nodes",
-        ),
+        ({"args": {"tp_size": 2}, "count": 2, "resources": {"gpus_per_node": 2}},
+         "gpus_per_node = 2: the engines of a node take 4"),
+        ({"args": {"tp_size": 4}, "nodes_per_engine": 3, "resources": {"nodes": 3}},
+         "tp_size = 4: does not divide over 3 nodes"),
     ],
-)
+)  # fmt: skip
 def test_an_engine_that_does_not_fit_its_gpus_or_its_model_is_refused_before_the_job(
     tmp_path, rollout, answer
 ):
@@ -221,9 +187,8 @@ def test_routing_is_replayed_where_a_model_has_experts_and_nobody_says_no(
     tmp_path, kind, family, wanted, found
 ):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    folder = model(
-        tmp_path / "model", model_type=family, **(experts if family == "qwen3_moe" else {})
-    )
+    experts = experts if family == "qwen3_moe" else {}
+    folder = model(tmp_path / "model", model_type=family, **experts)
     asked = {} if wanted is None else {"routed_experts": wanted}
     config = RunConfig.model_validate(
         {
@@ -241,3 +206,247 @@ def test_routing_is_replayed_where_a_model_has_experts_and_nobody_says_no(
     assert config.columns == frozenset({"ragged/routed_experts"} if found else ())
     again = RunConfig.model_validate_json(config.model_dump_json())  # as a task reads it
     assert again.replays_routing is found
+
+
+def check_root(folder):
+    said = []
+    preflight.check_run_dir(folder / "runs" / "run", "run", say=said.append)
+    assert list(folder.iterdir()) == [], "what was tried goes again"
+    return said
+
+
+def fails(patch, where, name, result):
+    def call(*args, **kwargs):
+        if isinstance(result, OSError):
+            raise result
+        return result(*args, **kwargs)
+
+    patch.setattr(where, name, call)
+
+
+def not_supported():
+    return OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+
+def test_a_run_root_without_hard_links_is_said_to_be_one_and_will_do(tmp_path, monkeypatch):  # O3
+    assert not any("links" in line for line in check_root(tmp_path))
+    fails(monkeypatch, os, "link", not_supported())
+    [said] = [line for line in check_root(tmp_path) if "links" in line]
+    assert "has no hard links (Operation not supported)" in said
+
+
+# O3
+@pytest.mark.parametrize(
+    ("where", "name", "result", "said"),
+    [
+        (Path, "rename", not_supported(), "a rename that replaces a file fails: Operation not"),
+        (preflight, "sync", not_supported(), "fsync of a file and of a folder fails: Oper"),
+        (os, "link", lambda *_: None, "a link to a name that is taken is not refused"),
+    ],
+)
+def test_what_a_run_root_cannot_do_is_refused_by_name(
+    tmp_path, monkeypatch, where, name, result, said
+):
+    with monkeypatch.context() as patch:
+        fails(patch, where, name, result)
+        with pytest.raises(ConfigError, match=said) as error:
+            check_root(tmp_path)
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_that_gives_a_name_twice_is_refused(tmp_path, monkeypatch):  # O3
+    real = os.open
+    fails(monkeypatch, os, "open", lambda path, flags, *rest, **at: real(
+        path, flags & ~os.O_EXCL, *rest, **at))  # fmt: skip
+    with pytest.raises(ConfigError, match="O_EXCL, which lets one of two have a name"):
+        check_root(tmp_path)
+
+
+ANY = resource.RLIM_INFINITY
+USUAL = {"NPROC": (95_000, 95_000), "NOFILE": (1024, 1 << 20), "MEMLOCK": (8 << 20, 8 << 20)}
+ALL = "PropagateResourceLimits = ALL\nPropagateResourceLimitsExcept = (null)\n"
+BUT = "PropagateResourceLimits = (null)\nPropagateResourceLimitsExcept = MEMLOCK,CPU\n"
+
+
+def told(monkeypatch, limits, config=ALL, **asked):
+    by_kind = {getattr(resource, f"RLIMIT_{name}"): pair for name, pair in (USUAL | limits).items()}
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda kind: by_kind.get(kind, (ANY, ANY)))
+    monkeypatch.setattr("relax_hpc.launch.cluster._words", lambda *_: config)
+    lines = []
+    preflight.tell_limits(
+        [Component("rollout", 1, Resources(**asked))], cluster.Cluster(), lines.append
+    )
+    return "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("limits", "named"),
+    [
+        ({"CPU": (10, ANY)}, "cpu time 10 s (-t)"),
+        ({"AS": (1 << 30, ANY)}, "address space 1073741824 bytes (-v)"),
+        ({"FSIZE": (4096, ANY)}, "file size 4096 bytes (-f)"),
+        ({"NPROC": (300, ANY)}, "processes 300 (-u)"),
+        ({"NOFILE": (256, 1024)}, "open files 1024 (-n)"),
+    ],
+)
+def test_a_limit_that_would_end_a_task_is_named_with_the_remedy(monkeypatch, limits, named):
+    """O9."""
+    found = told(monkeypatch, limits)
+    assert found.startswith(f"limits of this shell: {named}: Slurm hands them on to the tasks")
+    assert 'set rollout.resources.sbatch = ["--propagate=NONE"]' in found
+    assert told(monkeypatch, limits, sbatch=["--propagate=NONE"]) == ""
+
+
+def test_usual_limits_and_those_that_slurm_keeps_are_not_spoken_of(monkeypatch):
+    """O9."""
+    assert told(monkeypatch, {}) == ""
+    assert told(monkeypatch, {"CPU": (10, ANY)}, BUT) == ""
+    assert told(monkeypatch, {"FSIZE": (10, ANY)}, BUT) != ""
+    assert told(monkeypatch, {}, BUT, gpus_per_node=1) == ""
+    assert "locked memory 8388608 bytes" in told(monkeypatch, {}, gpus_per_node=1)
+
+
+@pytest.fixture
+def job(tmp_path, tiny_model):
+    for name in ("train", "heldout"):
+        lines = [json.dumps({"prompt": f"{n}+1=", "answer": f"{n + 1}"}) for n in range(4)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+
+    def make(**changes):
+        tree = {
+            "name": "run",
+            "run_root": str(tmp_path / "my runs"),
+            "model": {"path": str(tiny_model), "dtype": "float32"},
+            "prompts": {"train": str(tmp_path / "train.jsonl"), "chat_template": False},
+            "eval": {"heldout": {"path": str(tmp_path / "heldout.jsonl")}},
+            "schedule": {"num_steps": 100000, "prompts_per_step": 2},
+            "rollout": {"samples_per_prompt": 2, "max_new_tokens": 4},
+        }
+        return validate(tree | changes, source="test")
+
+    return make
+
+
+def test_a_dry_run_shows_the_script_and_creates_nothing(tmp_path, job):
+    before = sorted(tmp_path.rglob("*"))
+    submission = submit(job(), local=True, dry_run=True)
+    assert submission.job_id is None and "relax_hpc.launch.local_step" in submission.script
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("at", ["relax_hpc.bus.layout.create", "relax_hpc.launch.record.write"])
+def test_a_disk_that_is_full_while_a_run_is_made_leaves_nothing(tmp_path, job, monkeypatch, at):
+    started = []
+    start = local.start
+
+    def starting(*args):
+        started.append(start(*args))
+        return started[-1]
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(local, "start", starting)
+    monkeypatch.setattr(at, full)
+    with pytest.raises(LaunchError, match="No space left on device; nothing was started") as error:
+        submit(job(), local=True)
+    assert "\n" not in str(error.value) and not (tmp_path / "my runs").exists()
+    assert len(started) == (at.endswith("write"))
+    assert not any(each.controller.find() for each in started), "what was not recorded has ended"
+    monkeypatch.undo()
+    assert submit(job(), local=True, dry_run=True).run_dir.name == "run", "the name is free"
+
+
+def test_a_link_to_no_folder_is_said_to_be_one(tmp_path, job):
+    (tmp_path / "my runs").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"my runs is a link to .*gone, which is not there; make"):
+        submit(job(), local=True)
+
+
+def test_check_asks_slurm_only_without_local(job, monkeypatch):
+    asked = []
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(job_file, "load", lambda *_: job())
+    found = property(lambda _: asked.append("sinfo") or cluster.Partitions())
+    monkeypatch.setattr(cluster.Cluster, "nodes", found)
+    monkeypatch.setattr(cluster, "check_limits", lambda *_: asked.append("scontrol"))
+    monkeypatch.setattr(
+        submit_module, "estimate_start", lambda *_: asked.append("sbatch") or "at 7"
+    )
+    for options, commands in ([], ["sinfo", "scontrol", "sbatch"]), (["--local"], []):
+        asked.clear()
+        answer = CliRunner().invoke(app, ["check", "job.toml", *options])
+        assert answer.exit_code == 0, answer.exception
+        assert json.loads(answer.stdout)["name"] == "run"
+        assert ("at 7\n" in answer.stderr) is (not options)
+        # Nodes are looked at again where another test's Slurm has limits to compare them with.
+        assert list(dict.fromkeys(asked)) == commands
+
+
+def test_a_local_run_is_recorded_watched_and_ended_whole(tmp_path, job):
+    submission = submit(job(), local=True)
+    try:
+        run_dir = submission.run_dir
+        paths = RunPaths(run_dir)
+        resolved = read_resolved(paths.config)
+        assert resolved.run_dir == run_dir and resolved.run_root.is_absolute()
+        launched = record.read(run_dir)
+        assert [(each.name, each.tasks) for each in launched.components] == [
+            ("rollout", 1), ("actor", 1)]  # fmt: skip
+        with pytest.raises(ConfigError, match=r"name = 'run'.*choose another name"):
+            submit(job(), local=True)
+
+        folders = [component.folder for component in launched.components]
+        until(lambda: all(len(processes(folder, launched.leader)) == 2 for folder in folders))
+        tasks = [each for folder in folders for each in processes(folder, launched.leader)]
+        assert all(each.find() for each in tasks)
+        status = collect(run_dir)
+        assert (status.state, status.mode, status.job_id) == ("RUNNING", "local", launched.leader)
+        assert json.loads(status.to_json())["components"][1]["name"] == "actor"
+        spoken = {"rollout-0", "actor-0"}
+        until(lambda: {line.source for line in logs.lines(run_dir)} >= spoken)
+    finally:
+        cancel(submission.run_dir)
+    assert not any(each.find() for each in tasks)
+    assert collect(run_dir).state == "CANCELLED"
+    cancel(run_dir)  # again: nothing to do, no complaint
+    assert any("ended with exit code" in line.text for line in logs.lines(run_dir, "job"))
+    assert {line.source for line in logs.lines(run_dir, "actor")} == {"actor-0"}
+
+
+def test_following_a_log_waits_for_the_second_half_of_a_line(tmp_path, job):
+    submission = submit(job(), local=True)
+    cancel(submission.run_dir)
+    path = dict(logs.sources(submission.run_dir))["actor-0"]
+    path.write_text("one\ntw")
+    rounds = iter([False, False, True])
+
+    def until_the_third_round():
+        over = next(rounds)
+        if over:
+            path.write_text("one\ntwo\nthree")
+        return over
+
+    lines = logs.follow(submission.run_dir, "actor", until=until_the_third_round)
+    assert [line.text for line in lines if line.text in ("one", "tw", "two", "three")] == [
+        "one", "two", "three"]  # fmt: skip
+
+
+def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path):
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        collect(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("found", "state"),
+    [
+        (["COMPLETED", "RUNNING"], "RUNNING"),
+        (["FAILED", "RUNNING"], "RUNNING"),
+        (["COMPLETED", "FAILED"], "FAILED"),
+        (["COMPLETED", "COMPLETED"], "COMPLETED"),
+        (["CANCELLED", "COMPLETED"], "CANCELLED"),
+    ],
+)
+def test_a_run_is_active_while_any_component_is_then_as_bad_as_its_worst(found, state):
+    assert overall(found) == state

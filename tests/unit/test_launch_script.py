@@ -9,37 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.launch import partitions, script
+from relax_hpc.launch import cluster, script
 from relax_hpc.launch.placement import Component
 from relax_hpc.launch.supervision import SUPERVISION, WAIT
-from relax_hpc.roles.training.environment import TRAINER_ENVIRONMENT
+from relax_hpc.roles.role import TRAINER_ENVIRONMENT
 from relax_hpc.sections import Resources
 
 FOLDER = "/runs/r/submission/rollout"
 ONCE = "max_restarts=1 restart_delays_s=(0)"
 GOLDEN = Path(__file__).parent / "golden"
+ROLLOUT = Resources(
+    partition="gpu", nodes=2, max_nodes=3, gpus_per_node=4, cpus_per_task=8, mem="200G",
+    time="1-00:00:00", mpi="pmix", python="/envs/sglang/bin/python", sbatch=["--exclusive"],
+    setup=["module load cuda", "export NCCL_CUMEM_ENABLE=0"], srun=["--cpu-bind=none"],
+)  # fmt: skip
 COMPONENTS = [
-    Component(
-        "rollout",
-        4,
-        Resources(
-            partition="gpu",
-            nodes=2,
-            max_nodes=3,
-            gpus_per_node=4,
-            cpus_per_task=8,
-            mem="200G",
-            time="1-00:00:00",
-            mpi="pmix",
-            python="/envs/sglang/bin/python",
-            setup=["module load cuda", "export NCCL_CUMEM_ENABLE=0"],
-            sbatch=["--exclusive"],
-            srun=["--cpu-bind=none"],
-        ),
-        "mpi",
-    ),
+    Component("rollout", 4, ROLLOUT, "mpi"),
     Component("actor", 2, Resources(python="/envs/train/bin/python")),
 ]
+WRITE = {"slurm": script.slurm_script, "local": script.local_script}
 
 
 def job(run_dir):
@@ -53,31 +41,15 @@ def same_interpreter(monkeypatch):
 
 @pytest.mark.parametrize("mode", ["slurm", "local"])
 def test_the_script_is_the_one_written_down(mode):
-    write = {"slurm": script.slurm_script, "local": script.local_script}[mode]
-    assert write(job("/runs/it's here"), COMPONENTS) == (GOLDEN / f"{mode}.sh").read_text()
+    assert WRITE[mode](job("/runs/it's here"), COMPONENTS) == (GOLDEN / f"{mode}.sh").read_text()
 
 
 @pytest.mark.parametrize("folder", ["/a b", "/it's", '/"', "/$HOME", "/`id`", "/;|&<>()", "/-n"])
 @pytest.mark.parametrize("mode", ["slurm", "local"])
 def test_no_folder_name_breaks_the_syntax(mode, folder, tmp_path):
-    write = {"slurm": script.slurm_script, "local": script.local_script}[mode]
     path = tmp_path / "script.sh"
-    path.write_text(write(job(folder), COMPONENTS))
+    path.write_text(WRITE[mode](job(folder), COMPONENTS))
     subprocess.run(["bash", "-n", path], check=True)
-
-
-def test_options_of_the_whole_job_are_said_once():
-    text = script.slurm_script(job("/runs/r"), COMPONENTS)
-    leader, follower = text.split("#SBATCH hetjob\n")
-    for option in ("--job-name", "--output", "--open-mode"):
-        assert f"#SBATCH {option}=" in leader and f"#SBATCH {option}=" not in follower
-
-
-def test_every_step_says_its_size_since_component_0s_leaks_into_srun():
-    text = script.slurm_script(job("/runs/r"), COMPONENTS)
-    assert "srun --het-group=0 --job-name=rollout --nodes=2 --ntasks=4 --ntasks-per-node=2" in text
-    assert "srun --het-group=1 --job-name=actor --nodes=1 --ntasks=2 --ntasks-per-node=2" in text
-    assert "unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE" in text
 
 
 @pytest.mark.parametrize(
@@ -103,33 +75,29 @@ def test_components_on_one_machine_get_different_gpus():
 @pytest.mark.parametrize(
     ("limit", "minutes"),
     [("90", 90), ("90:30", 91), ("1:30:00", 90), ("1:30:01", 91), ("1-0", 1440),
-     ("1-02:30", 1590), ("2-00:00:00", 2880), ("0:01", 1), ("0", partitions.NO_LIMIT),
-     ("0:00:00", partitions.NO_LIMIT)],
+     ("1-02:30", 1590), ("2-00:00:00", 2880), ("0:01", 1), ("0", cluster.NO_LIMIT),
+     ("0:00:00", cluster.NO_LIMIT)],
 )  # fmt: skip
 def test_slurms_time_limits_are_read(limit, minutes):
-    assert partitions.minutes(limit) == minutes
+    assert cluster.minutes(limit) == minutes
 
 
 @pytest.mark.parametrize("limit", ["", "soon", "1:2:3:4", "-5", "1-"])
 def test_what_slurm_would_not_read_is_no_time_limit(limit):
     with pytest.raises(ValueError, match="time limit"):
-        partitions.minutes(limit)
+        cluster.minutes(limit)
 
 
 @pytest.mark.parametrize("mode", ["slurm", "local"])
 def test_a_trainer_on_gpus_has_its_environment_unless_the_jobs_own_lines_say_otherwise(mode):
-    write = {"slurm": script.slurm_script, "local": script.local_script}[mode]
     own = "export CUDA_DEVICE_MAX_CONNECTIONS=32"
     asked = Resources(gpus_per_node=2, setup=[own])
     trainer = Component("actor", 2, asked, environment=TRAINER_ENVIRONMENT)
-    text = write(job("/runs/it"), [COMPONENTS[0], trainer])
+    text = WRITE[mode](job("/runs/it"), [COMPONENTS[0], trainer])
     rollout, actor = text.split("component_1() {")
     assert "PYTORCH_CUDA_ALLOC_CONF" not in rollout
-    own, default = (
-        actor.index(own),
-        'env CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"',
-    )
-    assert own < actor.index(default), "what is set by then stays"
+    default = 'env CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"'
+    assert actor.index(own) < actor.index(default), "what is set by then stays"
     assert "expandable_segments:True" in actor
 
 
@@ -167,18 +135,18 @@ def test_a_component_has_nothing_of_those_before_it_that_it_did_not_ask_for():
     ]
 
 
-@pytest.mark.parametrize(("mpi", "rings"), [("pmix", True), ("pmix_v4", True), ("pmi2", False)])
-def test_each_version_of_pmix_gets_its_ring(mpi, rings):
-    parts = [Component("actor", 2, Resources(mpi=mpi), "mpi")]
-    assert ("SLURM_PMIX_FENCE" in script.slurm_script(job("/runs/it"), parts)) is rings
-
-
-def test_the_fences_of_pmix_are_a_ring_unless_the_submitter_says_otherwise():
-    pmix = Component("actor", 2, Resources(mpi="pmix"), "mpi")
+@pytest.mark.parametrize(
+    ("asked", "rings"),
+    [
+        (Component("actor", 2, Resources(mpi="pmix"), "mpi"), True),
+        (Component("actor", 2, Resources(mpi="pmix_v4"), "mpi"), True),
+        (Component("actor", 2, Resources(mpi="pmi2"), "mpi"), False),
+        (COMPONENTS[1], False),
+    ],
+)
+def test_the_fences_of_pmix_are_a_ring_unless_the_submitter_says_otherwise(asked, rings):
     export = 'export SLURM_PMIX_FENCE="${SLURM_PMIX_FENCE:-ring}"'
-    assert export in script.slurm_script(job("/runs/it"), [pmix])
-    for other in (Component("actor", 2, Resources(mpi="pmi2"), "mpi"), COMPONENTS[1]):
-        assert export not in script.slurm_script(job("/runs/it"), [other])
+    assert (export in script.slurm_script(job("/runs/it"), [asked])) is rings
 
 
 # srun as Slurm 22.05's now and then is over several components: its step has ended, it has not, and
@@ -204,9 +172,7 @@ case $times in 1) exit 1 ;; 2) echo 7.0 ;; *) echo 7.1 ;; esac
 """
 
 
-def test_srun_that_does_not_end_after_its_step_is_killed_and_marks_say_how_it_went(
-    tmp_path,
-):
+def test_srun_that_does_not_end_after_its_step_is_killed_and_marks_say_how_it_went(tmp_path):
     parts = [Component(role, 1, Resources(mpi="pmix"), "mpi_job") for role in ("rollout", "actor")]
     toy = script.Job("toy", tmp_path, 1, (0.0,), has_summary=False, look_every_s=0.1)
     for name, text in (("srun", DEAF_SRUN), ("squeue", SQUEUE)):

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import subprocess
 import threading
 
@@ -11,23 +12,17 @@ import pytest
 from typer.testing import CliRunner
 
 from relax_hpc.cli.main import app
+from relax_hpc.config.job_file import read_resolved
 from relax_hpc.errors import ConfigError, LaunchError
-from relax_hpc.job_file import read_resolved
-from relax_hpc.launch import jobs, pending, record, script, states
+from relax_hpc.launch import record, script, states
 from relax_hpc.launch.placement import place
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import write_json
 from relax_hpc.runs import status, verdict
 from relax_hpc.runs.cancel import cancel
-from relax_hpc.runs.changes import changed
+from relax_hpc.runs.changes import change
 from relax_hpc.runs.resume import resume
-from relax_hpc.telemetry import history
-
-
-@pytest.fixture
-def slurm(tmp_path, monkeypatch):
-    yield fake_slurm.make(tmp_path, monkeypatch)
-    states.has_accounting.cache_clear()
+from relax_hpc.runtime.files.records import write_json
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry import history
 
 
 @pytest.fixture
@@ -40,6 +35,14 @@ def resumed(tmp_path, monkeypatch):
 def gc(slurm, *options):
     answer = CliRunner().invoke(app, ["bus", "gc", str(slurm.run_dir), "--dry-run", *options])
     return str(answer.exception)
+
+
+def refused(run, words, **asked):
+    """The line with which a resume is refused."""
+    with pytest.raises(ConfigError, match=words) as error:
+        resume(run.run_dir, **asked)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 ALIVE = [
@@ -55,8 +58,7 @@ def test_in_every_state_in_which_slurm_may_run_a_job_no_second_one_is_started(sl
     slurm.says(f"7+0|{word}", "7+1|COMPLETED")
     assert status.job_state(slurm.run_dir) == word
     advice = "it is about to end" if word == "COMPLETING" else "cancel it first"
-    with pytest.raises(ConfigError, match=f"is {word.lower()} as job 7; {advice}"):
-        resume(slurm.run_dir, ended=True)
+    refused(slurm, f"is {word.lower()} as job 7; {advice}", ended=True)
     assert f"is {word}, and its components delete what they own" in gc(slurm, "--ended")
     assert slurm.asked("sbatch") == []
 
@@ -78,24 +80,22 @@ def test_a_job_that_was_requeued_without_a_component_waits_for_somebody_to_cance
     slurm.says("7+0|PENDING|", "7+1|CANCELLED|n2")
     found = status.collect(slurm.run_dir)
     assert found.state == "PENDING"
-    assert pending.why(found.queue).startswith("never starts, since a component was cancelled")
+    assert states.why(found.queue).startswith("never starts, since a component was cancelled")
     slurm.says("7+0|PENDING|", "7+1|PENDING|")
-    assert pending.why(status.collect(slurm.run_dir).queue) == ""
+    assert states.why(status.collect(slurm.run_dir).queue) == ""
 
 
 def test_a_job_that_is_held_after_a_prolog_failed_says_so(slurm):
     line = "{}|PENDING||7|launch failed requeued held|N/A|5:00"  # as Slurm 22.05 says it
     slurm.says(*map(line.format, ("7+0", "7+1")))
     found = status.collect(slurm.run_dir)
-    assert pending.why(found.queue).startswith("is held, since a node could not be prepared for it")
+    assert states.why(found.queue).startswith("is held, since a node could not be prepared for it")
 
 
 def test_a_word_that_is_not_known_counts_as_alive_until_somebody_says_otherwise(slurm):
     slurm.says("7+0|FROBNICATING", "7+1|FAILED")
     assert status.job_state(slurm.run_dir) == "FROBNICATING"
-    refusal = "Slurm says FROBNICATING of job 7.*add --ended"
-    with pytest.raises(ConfigError, match=refusal):
-        resume(slurm.run_dir)
+    refused(slurm, "Slurm says FROBNICATING of job 7.*add --ended")
     assert "add --ended" in gc(slurm)
     assert resume(slurm.run_dir, ended=True).job_id == "9"
 
@@ -109,9 +109,8 @@ def test_a_job_lives_as_long_as_slurm_does_not_answer_whatever_an_attempt_left(s
         found = status.collect(slurm.run_dir)
         assert found.state == "UNREACHABLE" and found.silence.count("\n") == 0
         assert not states.is_over(found.state)
-        with pytest.raises(ConfigError, match="whether job 7 still runs is not known") as error:
-            resume(slurm.run_dir)
-        assert "\n" not in str(error.value) and "add --ended" in str(error.value)
+        error = refused(slurm, "whether job 7 still runs is not known")
+        assert "add --ended" in error
         assert "whether job 7 still runs is not known" in gc(slurm)
     assert slurm.asked("sbatch") == []
     slurm.leaves(0)  # the script's own word, which a requeue cannot follow
@@ -120,8 +119,7 @@ def test_a_job_lives_as_long_as_slurm_does_not_answer_whatever_an_attempt_left(s
 
 def test_how_a_job_ended_that_slurm_has_forgotten_is_what_its_script_left(slurm):
     assert status.job_state(slurm.run_dir) == "UNKNOWN" and states.is_over("UNKNOWN")
-    with pytest.raises(ConfigError, match=r"Slurm does not know job 7 any more.*add --ended"):
-        resume(slurm.run_dir)
+    refused(slurm, r"Slurm does not know job 7 any more.*add --ended")
     slurm.leaves(143)
     assert status.job_state(slurm.run_dir) == "CANCELLED"
     slurm.leaves(1)
@@ -134,8 +132,8 @@ def test_how_a_job_ended_that_slurm_has_forgotten_is_what_its_script_left(slurm)
      (["no-such-command"], "no-such-command: cannot be run: No such file")],
 )  # fmt: skip
 def test_a_command_that_hangs_or_is_not_there_has_given_no_answer(command, words):
-    answer = jobs.output_of(command, timeout_s=0.1)
-    assert jobs.is_silent(answer) and jobs.words_of(answer).startswith(words)
+    answer = states.output_of(command, timeout_s=0.1)
+    assert states.is_silent(answer) and states.words_of(answer).startswith(words)
 
 
 def test_what_a_user_likes_to_see_of_the_queue_is_nothing_to_us(monkeypatch):
@@ -143,7 +141,7 @@ def test_what_a_user_likes_to_see_of_the_queue_is_nothing_to_us(monkeypatch):
         monkeypatch.setenv(name, "MINE")
     monkeypatch.setenv("SLURM_CONF", "kept")
     for environment in (None, dict(os.environ)):
-        said = jobs.output_of(["env"], environment=environment).stdout
+        said = states.output_of(["env"], environment=environment).stdout
         assert "MINE" not in said and "SLURM_CONF=kept" in said
 
 
@@ -180,22 +178,19 @@ def test_who_dies_while_resuming_holds_up_only_who_is_not_sure(slurm):
         claim = {"time": 0.0, "node": record.socket.gethostname(), "pid": mine.pid}
         write_json(paths.launch_claim(2), claim | {"start_time": mine.start_time})
         for ended in (False, True):  # it lives
-            with pytest.raises(ConfigError, match="somebody else is starting it"):
-                resume(slurm.run_dir, ended=ended)
+            refused(slurm, "somebody else is starting it", ended=ended)
         other.kill()
-    with pytest.raises(ConfigError, match="somebody else is starting it"):
-        resume(slurm.run_dir)
+    refused(slurm, "somebody else is starting it")
     assert resume(slurm.run_dir, ended=True).job_id == "9"
     assert record.read(slurm.run_dir).number == 3
 
 
 def test_a_complete_run_goes_on_with_more_steps_and_after_that_like_any_other(slurm, monkeypatch):
-    for name in ("check_partitions", "check_limits", "partitions"):
-        monkeypatch.setattr(f"relax_hpc.launch.partitions.{name}", lambda *_: None)
+    for name in ("check_partitions", "check_limits", "Cluster.nodes"):
+        monkeypatch.setattr(f"relax_hpc.launch.cluster.{name}", lambda *_: None)
     slurm.leaves(0)
     num_steps = read_resolved(RunPaths(slurm.run_dir).config).num_steps
-    with pytest.raises(ConfigError, match=f"--set schedule.num_steps={2 * num_steps}, or"):
-        resume(slurm.run_dir)
+    refused(slurm, f"--set schedule.num_steps={2 * num_steps}, or")
     assert slurm.asked("sbatch") == []
     more = [f"schedule.num_steps={num_steps + 1}"]
     assert resume(slurm.run_dir, overrides=more).job_id == "9"
@@ -223,7 +218,7 @@ def test_what_more_steps_make_of_a_learning_rate_that_falls_is_told(
     tree["schedule"]["num_steps"] = 8
     if saved:
         (RunPaths(slurm.run_dir).checkpoints / f"step_{saved:08}").mkdir(parents=True)
-    _, [line], _ = changed(type(config).model_validate(tree), ["schedule.num_steps=12"])
+    _, [line], _ = change(type(config).model_validate(tree), ["schedule.num_steps=12"])
     assert line.startswith("schedule.num_steps: 8 -> 12; the learning rate falls ")
     assert line.endswith(said), line
 
@@ -240,6 +235,56 @@ def test_what_sbatch_refused_can_be_resumed_again(slurm):
     assert "resources" not in str(error.value)
     (slurm.folder / "refusal").unlink()
     assert resume(slurm.run_dir).job_id == "9"
+
+
+# O1: one who prints in latin-1, and errors of classes that nobody names
+ODD = [UnicodeError("odd"), OSError(errno.EIO, "bad"), KeyboardInterrupt(), SystemExit(143)]
+
+
+@pytest.mark.parametrize(
+    ("at", "error"),
+    zip(["relax_hpc.launch.record.write", "pathlib.Path.rename"] * 2, ODD, strict=True),
+)
+def test_whatever_fails_between_sbatchs_answer_and_the_record_cancels_the_job(
+    slurm, monkeypatch, at, error
+):
+    slurm.leaves(1)
+    slurm.greets("Projet pr\udce9par\udce9\n")
+
+    def fail(*_, **__):
+        assert slurm.asked("sbatch")
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(at, fail)
+        with pytest.raises((LaunchError, type(error))):
+            resume(slurm.run_dir)
+    assert slurm.asked("scancel") == ["scancel 9"]
+    assert record.read(slurm.run_dir).leader == "7"
+    assert resume(slurm.run_dir).job_id == "9", "nothing of the attempt is in the way"
+
+
+def test_a_job_that_cannot_be_recorded_nor_cancelled_is_named(slurm, monkeypatch):  # O1
+    slurm.leaves(1)
+    (slurm.folder / "scancel").write_text(
+        "#!/bin/sh\nprintf 'scancel: r\\351seau\\n' >&2; exit 1\n"
+    )
+    monkeypatch.setattr(record, "write", lambda *_: 1 / 0)
+    with pytest.raises(LaunchError, match=r"division by zero; job 9 was .*scancel: r.seau.*cel 9$"):
+        resume(slurm.run_dir)
+    assert RunPaths(slurm.run_dir).launch_claim(2).exists(), "nobody starts another beside it"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_job_is_cancelled_whose_sbatch_was_asked_as_ctrl_c_came(slurm, number):  # O1
+    slurm.leaves(1)
+    sbatch = slurm.folder / "sbatch"
+    told = f'echo "9+0|${{@: -1}}" > commands; kill -{number} {os.getpid()}; sleep 20\n'
+    sbatch.write_text(sbatch.read_text().replace("sleep 0.1\n", told))
+    with pytest.raises(BaseException, match=r"143|^$"):
+        resume(slurm.run_dir)
+    assert slurm.asked("scancel") == ["scancel 9"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 LOST = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n"
@@ -263,8 +308,7 @@ def test_where_nobody_says_whether_a_job_was_queued_nobody_starts_another(slurm)
     )
     with pytest.raises(LaunchError, match="look at squeue --me, and scancel what is there"):
         resume(slurm.run_dir)
-    with pytest.raises(ConfigError, match="somebody else is starting it"):
-        resume(slurm.run_dir)
+    refused(slurm, "somebody else is starting it")
     with pytest.raises(LaunchError, match=r"it is being started, see .*launch-2\.json"):
         cancel(slurm.run_dir)
 
@@ -285,12 +329,12 @@ def test_cancel_ends_every_job_that_the_run_ever_started_and_says_what_each_was(
 
 def test_tasks_are_told_before_scancel_that_they_must_not_have_the_job_requeued(slurm):
     slurm.says("7+0|RUNNING", "7+1|RUNNING")
-    told, scancel = RunPaths(slurm.run_dir).cancelled("7"), slurm.folder / "scancel"
+    told, scancel = RunPaths(slurm.run_dir).cancellation("7"), slurm.folder / "scancel"
     scancel.write_text(f"{scancel.read_text()}[ -e {told} ] && touch told\n")
     cancel(slurm.run_dir)
     assert (slurm.folder / "told").exists()
     assert resume(slurm.run_dir).job_id == "9"
-    assert not RunPaths(slurm.run_dir).cancelled("9").exists()
+    assert not RunPaths(slurm.run_dir).cancellation("9").exists()
 
 
 def test_a_full_disk_does_not_keep_a_job_from_being_cancelled(slurm, monkeypatch):
@@ -330,8 +374,7 @@ def test_an_earlier_job_that_lives_keeps_the_run_from_being_started_again(resume
     resumed.says("5+0|PENDING", "7+0|FAILED", "7+1|FAILED")
     resumed.leaves(1, "6")
     assert status.job_state(resumed.run_dir) == "PENDING"
-    with pytest.raises(ConfigError, match="is pending as job 5; cancel it first"):
-        resume(resumed.run_dir)
+    refused(resumed, "is pending as job 5; cancel it first")
 
 
 def test_cancel_says_in_one_line_what_it_could_not_reach(resumed):
@@ -359,8 +402,7 @@ def test_a_local_job_of_another_machine_is_not_taken_for_one_that_has_ended(slur
     write_json(paths.launch_record, tree | {"controller": controller, "node": "login2"})
     found = status.collect(slurm.run_dir)
     assert found.state == "UNREACHABLE" and "it runs on login2" in found.silence
-    with pytest.raises(ConfigError, match="it runs on login2"):
-        resume(slurm.run_dir, local=True)
+    refused(slurm, "it runs on login2", local=True)
     with pytest.raises(LaunchError, match="cancel it there"):
         cancel(slurm.run_dir)
 
@@ -374,7 +416,7 @@ def test_a_job_that_begins_after_the_run_was_started_anew_ends_at_once(slurm, tm
     left = script.exit_code_file(job.folder, "7")
     left.parent.mkdir()
     left.write_text("143\n")
-    cancelled = RunPaths(tmp_path).cancelled("7")
+    cancelled = RunPaths(tmp_path).cancellation("7")
     cancelled.parent.mkdir(exist_ok=True)
     for told, restarts, said, code in (
         (None, "0", "goes on\n", 0), (claim, "0", "the run was resumed", 1),

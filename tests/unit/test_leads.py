@@ -4,16 +4,12 @@ import asyncio
 
 import pytest
 
-from relax_hpc.engines.generation import GenerationClient
-from relax_hpc.engines.leads import Leads
-from relax_hpc.engines.pool import Pool
-from relax_hpc.engines.pool_engine import Endpoint
-from relax_hpc.engines.reply import Reply
-from relax_hpc.engines.response import Counts, Draft, Sampling
+from relax_hpc.data.media.expand import MediaSpan
+from relax_hpc.data.media.extent import Extent
+from relax_hpc.data.media.spool import MediaView, Spooled
 from relax_hpc.errors import EngineError, EngineLostError
-from relax_hpc.media.expand import Span
-from relax_hpc.media.extent import Extent
-from relax_hpc.media.spool import Spooled, View
+from relax_hpc.inference.generation import Counts, Draft, GenerationClient, ReplyAssembler, Sampling
+from relax_hpc.inference.pool import Endpoint, Leads, Pool
 from relax_hpc.schema import FinishReason
 
 LONG, SHORT = [1] * 1024, [1] * 1023
@@ -42,99 +38,85 @@ class Engine:
         draft.take([7], [-0.5])
         computed()
         await asyncio.sleep(0)
-        return draft.finished(FinishReason.LENGTH)
+        return draft.finish(FinishReason.LENGTH)
 
 
-def run(prompt, homes=("group",), refuse=(), view=None):
+async def run(prompt, homes=("group",), refuse=(), view=None):
     """Seeds of those that were asked before the first was through the prompt, and of all."""
-
-    async def run():
-        engine = Engine()
-        engine.refuse += refuse
-        pool = Pool(lambda at: engine, max_in_flight=8, patience_s=20)
-        pool.enlist({Endpoint("e", "0", "http://x", ""): "serving"})
-        how = Sampling(1.0, 1, view=view)
-        tasks = [
-            asyncio.ensure_future(pool.sample(prompt, seed, how, homes=homes)) for seed in range(3)
-        ]
-        for _ in range(20):
-            await asyncio.sleep(0)
-        before = list(engine.begun)
-        engine.go.set()
-        found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
-        later = await pool.sample(prompt, 9, how, homes=homes)
-        await pool.aclose()
-        return before, engine.begun, [*found, later]
-
-    return asyncio.run(run())
+    engine = Engine()
+    engine.refuse += refuse
+    pool = Pool(lambda at: engine, max_in_flight=8, patience_s=20)
+    pool.enlist({Endpoint("e", "0", "http://x", ""): "serving"})
+    how = Sampling(1.0, 1, view=view)
+    tasks = [
+        asyncio.ensure_future(pool.sample(prompt, seed, how, homes=homes)) for seed in range(3)
+    ]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    before = list(engine.begun)
+    engine.go.set()
+    found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+    later = await pool.sample(prompt, 9, how, homes=homes)
+    await pool.aclose()
+    return before, engine.begun, [*found, later]
 
 
-def test_siblings_of_a_long_prompt_wait_until_the_first_has_been_through_it():
-    before, begun, found = run(LONG)
+async def test_siblings_of_a_long_prompt_wait_until_the_first_has_been_through_it():
+    before, begun, found = await run(LONG)
     assert (before, begun) == ([0], [0, 1, 2, 9])
     assert [each.token_ids for each in found] == [[7]] * 4
 
 
 @pytest.mark.parametrize(("prompt", "homes"), [(SHORT, ("group",)), (LONG, ())])
-def test_nobody_waits_for_a_short_prompt_or_one_that_is_not_shared(prompt, homes):
-    assert run(prompt, homes)[0] == [0, 1, 2]
+async def test_nobody_waits_for_a_short_prompt_or_one_that_is_not_shared(prompt, homes):
+    assert (await run(prompt, homes))[0] == [0, 1, 2]
 
 
-def test_media_are_worth_waiting_for_however_few_tokens_they_have():
-    assert run([1, 2], view=View((), ()))[0] == [0]
+async def test_media_are_worth_waiting_for_however_few_tokens_they_have():
+    assert (await run([1, 2], view=MediaView((), ())))[0] == [0]
 
 
-def test_who_shares_an_episode_waits_for_those_that_share_its_prompt():
-    assert run(LONG, homes=("episode", "group"))[0] == [0]
+async def test_who_shares_an_episode_waits_for_those_that_share_its_prompt():
+    assert (await run(LONG, homes=("episode", "group")))[0] == [0]
 
 
-def test_one_that_is_refused_lets_the_next_go_first():
-    before, begun, found = run(LONG, refuse=[EngineError("no")])
+async def test_one_that_is_refused_lets_the_next_go_first():
+    before, begun, found = await run(LONG, refuse=[EngineError("no")])
     assert before == [0, 1, 2], "the engine is known by then, and nothing is waited for"
     assert isinstance(found[0], EngineError) and found[1].token_ids == [7]
     assert begun == [0, 1, 2, 9]
 
 
-def test_one_whose_engine_is_lost_goes_on_and_holds_up_nobody():
-    _, begun, found = run(LONG, refuse=[EngineLostError("gone")])
+async def test_one_whose_engine_is_lost_goes_on_and_holds_up_nobody():
+    _, begun, found = await run(LONG, refuse=[EngineLostError("gone")])
     assert sorted(begun) == [0, 0, 1, 2, 9]
     assert [each.token_ids for each in found] == [[7]] * 4
 
 
-def test_one_that_is_cancelled_before_it_began_hands_the_lead_on():
-    async def run():
-        leads, led = Leads(lambda prefix: False), []
+async def test_one_that_is_cancelled_before_it_began_hands_the_lead_on():
+    leads, led = Leads(lambda prefix: False), []
 
-        async def ask(name):
-            async with leads.turn("p") as computed:
-                led.append(name)
-                await asyncio.sleep(3600 if name == 0 else 0)
-                computed()
-                computed()
+    async def ask(name):
+        async with leads.turn("p") as computed:
+            led.append(name)
+            await asyncio.sleep(3600 if name == 0 else 0)
+            computed()
+            computed()
 
-        tasks = [asyncio.ensure_future(ask(name)) for name in range(3)]
-        await asyncio.sleep(0.01)
-        assert led == [0]
-        tasks[0].cancel()
-        await asyncio.wait_for(asyncio.gather(*tasks[1:]), 10)
-        return led, leads._led
-
-    assert asyncio.run(run()) == ([0, 1, 2], {})
+    tasks = [asyncio.ensure_future(ask(name)) for name in range(3)]
+    await asyncio.sleep(0.01)
+    assert led == [0]
+    tasks[0].cancel()
+    await asyncio.wait_for(asyncio.gather(*tasks[1:]), 10)
+    assert (led, leads._led) == ([0, 1, 2], {})
 
 
 def reply(cached, view=None):
-    told = Reply("http://x/generate", Draft(), 100)
-    told.add(
-        {
-            "meta_info": {
-                "completion_tokens": 1,
-                "output_token_logprobs": [[-0.5, 7, None]],
-                "weight_version": "0",
-                "cached_tokens": cached,
-            }
-        }
-    )
-    return told.given(view)
+    told = ReplyAssembler("http://x/generate", Draft(), 100)
+    logprobs = [[-0.5, 7, None]]
+    of = {"completion_tokens": 1, "output_token_logprobs": logprobs, "weight_version": "0"}
+    told.add({"meta_info": of | {"cached_tokens": cached}})
+    return told.count_given(view)
 
 
 def test_a_medium_counts_as_cached_if_no_token_of_it_was_computed(tmp_path):
@@ -142,8 +124,8 @@ def test_a_medium_counts_as_cached_if_no_token_of_it_was_computed(tmp_path):
         return Spooled(Extent("image", (20,)), bytes(16), tmp_path)
 
     # The second is shown in two stretches, as a video's frames are.
-    spans = (Span(0, 10, 20), Span(1, 40, 10), Span(1, 60, 10))
-    view = View((medium(), medium()), spans)
+    spans = (MediaSpan(0, 10, 20), MediaSpan(1, 40, 10), MediaSpan(1, 60, 10))
+    view = MediaView((medium(), medium()), spans)
     assert reply(29, view) == Counts(0, 100, 29, 2, 0)
     assert reply(30, view) == Counts(0, 100, 30, 2, 1)
     assert reply(69, view) == Counts(0, 100, 69, 2, 1)

@@ -1,25 +1,33 @@
-"""Rows that cannot be used: refused, or left out by all tasks alike, once and for all."""
+"""Rows that cannot be used, refused or left out by all alike; sets with names of their own."""
 
 import json
 import logging
 import os
+import subprocess
+import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from relax_hpc import records
+import relax_hpc
 from relax_hpc.bus import layout
+from relax_hpc.config.job_file import load, read_resolved
+from relax_hpc.data import tokenizer
+from relax_hpc.data.rows import TaskShare
+from relax_hpc.data.source import Examined, KeptRows, PromptSource
 from relax_hpc.errors import ConfigError, PeerTimeoutError
-from relax_hpc.job_file import load
-from relax_hpc.paths import RunPaths
-from relax_hpc.prompts import tokenizer
-from relax_hpc.prompts.kept import Kept
-from relax_hpc.prompts.source import Examined, PromptSource
-from relax_hpc.roles.rollout import prompt_check, row_check
-from relax_hpc.roles.rollout.row_check import Share
+from relax_hpc.launch.evaluate import EvaluationRequest, job_of
+from relax_hpc.roles.rollout import prompt_check, row_gate
+from relax_hpc.roles.rollout.row_gate import RowGate
+from relax_hpc.runs.changes import change
+from relax_hpc.runtime.files import records
+from relax_hpc.runtime.paths import RunPaths
 
 GOOD = {"prompt": "1+1=", "answer": "2"}
 BAD = {
@@ -44,27 +52,27 @@ SKIP = ["prompts.bad_rows=skip", "prompts.max_prompt_tokens=30"]
     some.integers(0, max(n - 1, 0)), max_size=n))))  # fmt: skip
 def test_rows_that_are_kept_are_numbered_anew_without_a_gap(case):
     num_rows, left_out = case
-    kept = Kept(num_rows, left_out)
+    kept = KeptRows(num_rows, left_out)
     assert [kept[index] for index in range(len(kept))] == sorted(set(range(num_rows)) - left_out)
 
 
 @pytest.mark.parametrize("index", [-1, 2])
 def test_a_number_beyond_the_rows_that_are_kept_is_none(index):
     with pytest.raises(IndexError):
-        Kept(3, [1])[index]
+        KeptRows(3, [1])[index]
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 10])
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_the_shares_of_all_tasks_are_all_rows_once(num_rows, size):
-    shares = [row for number in range(size) for row in Share(number, size).rows(num_rows)]
+    shares = [row for number in range(size) for row in TaskShare(number, size).rows(num_rows)]
     assert shares == list(range(num_rows))
 
 
 @pytest.fixture
 def data(job):
     lines = [BAD.get(row, json.dumps(GOOD | {"level": row})) for row in range(10)]
-    Path("train.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    Path("train.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return RunPaths(job / "run")
 
 
@@ -73,13 +81,20 @@ def sources_of(config):
     return prompt_check.sources_of(config, prompt_check.read(config), tokens)
 
 
+def settle(config, paths, number=0, size=1):
+    """The prompts of one of several tasks, which has looked at its rows."""
+    sources = sources_of(config)
+    RowGate(config, paths, sources, TaskShare(number, size)).settle()
+    return sources
+
+
 def settled(config, paths, size):
     """The prompts of each of several tasks that look at their rows at the same time."""
     sources = [sources_of(config) for _ in range(size)]
-    tasks = [
-        threading.Thread(target=row_check.settle, args=(config, paths, each, Share(number, size)))
-        for number, each in enumerate(sources)
+    gates = [
+        RowGate(config, paths, each, TaskShare(number, size)) for number, each in enumerate(sources)
     ]
+    tasks = [threading.Thread(target=gate.settle) for gate in gates]
     for task in tasks:
         task.start()
     for task in tasks:
@@ -110,18 +125,17 @@ def test_who_starts_again_reads_what_was_found_and_looks_at_nothing(data, monkey
     config = load(Path("job.toml"), SKIP)
     before = settled(config, data, 2)[0]
     monkeypatch.delattr(PromptSource, "examine")
-    sources = sources_of(config)
-    row_check.settle(config, data, sources, Share(1, 2))
+    sources = settle(config, data, 1, 2)
     assert [sources.train[n].index for n in range(9)] == [before[n].index for n in range(9)]
 
 
 def test_a_run_does_not_go_on_with_another_number_of_rows(data):
     config = load(Path("job.toml"), SKIP)
     settled(config, data, 1)
-    with Path("train.jsonl").open("a") as file:
+    with Path("train.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(GOOD) + "\n")
     with pytest.raises(ConfigError, match=r"prompts.train: has 11 rows, the run was begun with 10"):
-        row_check.settle(config, data, sources_of(config), Share(0, 1))
+        settle(config, data)
 
 
 @pytest.mark.parametrize("header", [{}, {"order": 3}])
@@ -132,12 +146,12 @@ def test_a_run_that_was_begun_in_another_order_is_refused(tmp_path, header):
         f"begun in order {header.get('order', 1)} of the prompts, this relax-hpc has order 2; use"
     )
     with pytest.raises(ConfigError, match=said):
-        row_check.check_order(paths)
+        row_gate.check_order(paths)
 
 
 @pytest.mark.parametrize("change", ["data", "template", "settings"])
 def test_what_was_found_is_not_used_for_other_data_templates_or_settings(data, monkeypatch, change):
-    Path("train.jsonl").write_text(f"{json.dumps(GOOD)}\n" * 10)
+    Path("train.jsonl").write_text(f"{json.dumps(GOOD)}\n" * 10, encoding="utf-8")
     config = load(Path("job.toml"))
     settled(config, data, 1)
     looked = []
@@ -147,19 +161,18 @@ def test_what_was_found_is_not_used_for_other_data_templates_or_settings(data, m
         raise KeyboardInterrupt
 
     monkeypatch.setattr(PromptSource, "examine", examine)
-    sources = sources_of(config)
-    row_check.settle(config, data, sources, Share(0, 1))
+    settle(config, data)
     assert looked == []
     if change == "data":
-        text = Path("train.jsonl").read_text()
-        Path("train.jsonl").write_text(text.replace("1+1=", "11+1="))
+        text = Path("train.jsonl").read_text(encoding="utf-8")
+        Path("train.jsonl").write_text(text.replace("1+1=", "11+1="), encoding="utf-8")
     elif change == "template":
-        with Path("model/chat_template.jinja").open("a") as file:
+        with Path("model/chat_template.jinja").open("a", encoding="utf-8") as file:
             file.write(" ")
     else:
         config = load(Path("job.toml"), ["prompts.assistant_prefix=x"])
     with pytest.raises(KeyboardInterrupt):
-        row_check.settle(config, data, sources_of(config), Share(0, 1))
+        settle(config, data)
 
 
 def indices(source):
@@ -167,9 +180,9 @@ def indices(source):
 
 
 def change_line(row, line):
-    lines = Path("train.jsonl").read_text().splitlines()
+    lines = Path("train.jsonl").read_text(encoding="utf-8").splitlines()
     lines[row] = line
-    Path("train.jsonl").write_text("".join(f"{each}\n" for each in lines))
+    Path("train.jsonl").write_text("".join(f"{each}\n" for each in lines), encoding="utf-8")
 
 
 CHANGES = {
@@ -192,8 +205,7 @@ def test_every_later_start_goes_by_what_was_decided_whatever_becomes_of_the_data
     monkeypatch.delattr(PromptSource, "examine")
     for number in range(2):
         data.prompt_rows(number).unlink()  # what was decided stands for itself
-    sources = sources_of(config)
-    row_check.settle(config, data, sources, Share(size - 1, size))  # alone: waits for nobody
+    sources = settle(config, data, size - 1, size)  # alone: waits for nobody
     assert indices(sources.train) == before
     assert all(indices(source) == before for source in settled(config, data, size))
     assert data.left_out.read_text() == listed
@@ -213,16 +225,16 @@ def test_what_was_decided_is_small_and_made_once(data):
     assert data.decided_rows.stat() == made
     data.decided_rows.write_text(json.dumps(record | {"format": 99}))
     with pytest.raises(ConfigError, match=r"left-out.json: was written by another version of rel"):
-        row_check.settle(config, data, sources_of(config), Share(0, 1))
+        settle(config, data)
 
 
 def test_of_two_tasks_that_decide_at_once_both_go_by_what_the_first_decided(data, monkeypatch):
     def list_them(paths, rows):  # another was faster, and found rows 5 and 7 bad
-        record = row_check.Decision({"prompts.train": 10}, {}, {"prompts.train": [5, 7]})
+        record = row_gate.RowDecision({"prompts.train": 10}, {}, {"prompts.train": [5, 7]})
         records.write_json(paths.decided_rows, {"format": 1, **record._asdict()})
 
-    monkeypatch.setattr(row_check.broken_media, "list_left_out", list_them)
-    monkeypatch.setattr(row_check, "check_lengths", lambda *_: None)
+    monkeypatch.setattr(row_gate, "list_left_out", list_them)
+    monkeypatch.setattr(row_gate, "check_lengths", lambda *_: None)
     [source] = settled(load(Path("job.toml"), SKIP), data, 1)
     assert sorted(indices(source)[:8]) == [0, 1, 2, 3, 4, 6, 8, 9]
 
@@ -232,12 +244,12 @@ def test_lengths_are_looked_at_before_it_is_decided_and_at_every_start_thereafte
     short = load(Path("job.toml"), [*SKIP, "actor.tokens_per_micro_batch=20"])
     said = r"micro_batch = 20: the longest prompt has \d+ tokens"
     with pytest.raises(ConfigError, match=said):
-        row_check.settle(short, data, sources_of(short), Share(0, 1))
+        settle(short, data)
     assert not data.decided_rows.exists()
     settled(config, data, 1)
     assert data.decided_rows.exists()
     with pytest.raises(ConfigError, match=said):
-        row_check.settle(short, data, sources_of(short), Share(0, 1))
+        settle(short, data)
 
 
 @pytest.mark.parametrize("number", [0, 2], ids=["first", "further"])
@@ -251,8 +263,7 @@ def test_a_run_of_a_version_that_kept_no_decision_goes_on_with_what_its_tasks_fo
     CHANGES[change]()
     with monkeypatch.context() as patched:
         patched.delattr(PromptSource, "examine")
-        sources = sources_of(config)
-        row_check.settle(config, data, sources, Share(number, 3))
+        sources = settle(config, data, number, 3)
         assert indices(sources.train) == before and data.decided_rows.exists()
     data.decided_rows.unlink()
     data.prompt_rows(1).unlink()  # of the two, one had not come to it
@@ -265,15 +276,15 @@ def test_a_run_of_a_version_that_kept_no_decision_goes_on_with_what_its_tasks_fo
 
 
 def test_before_anything_is_decided_data_of_which_no_row_can_be_used_may_be_mended(data):
-    good = Path("train.jsonl").read_text()
-    Path("train.jsonl").write_text("no\n" * 10)
+    good = Path("train.jsonl").read_text(encoding="utf-8")
+    Path("train.jsonl").write_text("no\n" * 10, encoding="utf-8")
     config = load(Path("job.toml"), [*SKIP, "launch.peer_timeout_s=1"])
     for number in (1, 0):  # task 1 waits for task 0, which decides nothing
         with pytest.raises((ConfigError, PeerTimeoutError)):
-            row_check.settle(config, data, sources_of(config), Share(number, 2))
+            settle(config, data, number, 2)
     assert data.prompt_rows(0).exists() and data.prompt_rows(1).exists()
     assert not data.decided_rows.exists()
-    Path("train.jsonl").write_text(good)
+    Path("train.jsonl").write_text(good, encoding="utf-8")
     assert [sorted(indices(each)) for each in settled(config, data, 2)] == [
         sorted([0, 2, 5, 7, 8] * 2)
     ] * 2
@@ -282,33 +293,33 @@ def test_before_anything_is_decided_data_of_which_no_row_can_be_used_may_be_mend
 def test_a_task_that_does_not_look_at_its_rows_is_named(data):
     config = load(Path("job.toml"), [*SKIP, "launch.peer_timeout_s=1"])
     with pytest.raises(PeerTimeoutError, match=r"rollout-0, rollout-2 did not look at its prompts"):
-        row_check.settle(config, data, sources_of(config), Share(1, 3))
+        settle(config, data, 1, 3)
 
 
 def test_a_task_that_does_not_decide_is_named(data):
     config = load(Path("job.toml"), [*SKIP, "launch.peer_timeout_s=1"])
     with pytest.raises(PeerTimeoutError):
-        row_check.settle(config, data, sources_of(config), Share(0, 2))
+        settle(config, data, 0, 2)
     with pytest.raises(PeerTimeoutError, match=r"rollout-0 did not decide in launch.peer_timeou"):
-        row_check.settle(config, data, sources_of(config), Share(1, 2))
+        settle(config, data, 1, 2)
 
 
 def test_a_file_of_nothing_but_bad_rows_is_refused_though_they_may_be_skipped(data):
-    Path("train.jsonl").write_text("no\n" * 3)
+    Path("train.jsonl").write_text("no\n" * 3, encoding="utf-8")
     config = load(Path("job.toml"), SKIP)
     with pytest.raises(
         ConfigError, match=r"^prompts.train: no row can be used; the first: .*line 1"
     ):
-        row_check.settle(config, data, sources_of(config), Share(0, 1))
+        settle(config, data)
 
 
 def test_without_leave_a_task_that_finds_a_bad_row_ends(data):
     lines = [json.dumps(GOOD)] * 5 + [BAD[6]] + [json.dumps(GOOD)] * 4
-    Path("train.jsonl").write_text("\n".join(lines))
+    Path("train.jsonl").write_text("\n".join(lines), encoding="utf-8")
     config = load(Path("job.toml"), ["prompts.max_prompt_tokens=30"])
-    row_check.settle(config, data, sources_of(config), Share(0, 2))  # waits for nobody
+    settle(config, data, 0, 2)  # waits for nobody
     with pytest.raises(ConfigError, match=r"^prompts.train: .*line 6: the prompt has 46 tokens"):
-        row_check.settle(config, data, sources_of(config), Share(1, 2))
+        settle(config, data, 1, 2)
 
 
 def test_check_says_what_will_be_left_out(data):
@@ -320,3 +331,246 @@ def test_check_says_what_will_be_left_out(data):
         "first: train.jsonl, line 2: is not JSON"
     )
     assert sources.train.first().index == 0
+
+
+TASKS = 3
+TASK = """
+import json, sys
+from pathlib import Path
+from relax_hpc.config.job_file import load
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.data import tokenizer
+from relax_hpc.data.rows import TaskShare
+from relax_hpc.roles.rollout import prompt_check
+from relax_hpc.roles.rollout.row_gate import RowGate
+config = load(Path("job.toml"))
+sources = prompt_check.sources_of(config, prompt_check.read(config), tokenizer.load(Path("model")))
+own = TaskShare(int(sys.argv[2]), 3)
+RowGate(config, RunPaths(Path(sys.argv[1])), sources, own).settle()
+train = sources.train
+asked = [train[n] for n in range(3000)]
+print(json.dumps([len(train), [each.index for each in asked], [each.source for each in asked]]))
+"""
+
+
+def good(source, n):
+    return json.dumps({"prompt": f"{source}{n}+1=", "answer": str(n + 1)}).encode()
+
+
+MIXTURE = """
+bad_rows = "skip"
+max_prompt_tokens = 30
+[prompts.sources.marked]
+path = "marked.jsonl"
+weight = 5
+[prompts.sources.latin]
+path = ["latin.jsonl", "other.jsonl"]
+weight = 2
+[prompts.sources.table]
+path = "table.parquet"
+weight = 1
+"""
+
+
+@pytest.fixture
+def mixed(job):
+    """Writes three sources; returns which of their rows are bad, counted through."""
+    marked = [good("m", n) for n in range(40)]
+    marked[7] = b"\xef\xbb\xbf" + good("m", 7)  # a mark within, as of files put together
+    marked[11] = json.dumps({"question": "1+1=", "answer": "2"}).encode()
+    marked[39] = json.dumps({"prompt": "1+1=", "answer": None}).encode()
+    # The mark and the line ends of Windows are no fault of row 0.
+    Path("marked.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(marked) + b"\r\n")
+    latin = [good("l", n) for n in range(25)]
+    latin[0] = '{"prompt": "caf\xe9", "answer": "1"}'.encode("latin-1")
+    latin[13] = b"{"
+    Path("latin.jsonl").write_bytes(b"\n".join(latin) + b"\n")
+    other = [good("o", n) for n in range(5)]
+    other[4] = json.dumps({"prompt": "1" * 40, "answer": "1"}).encode()
+    Path("other.jsonl").write_bytes(b"\n".join(other) + b"\n")
+    rows = [json.loads(good("t", n)) for n in range(20)]
+    rows[3]["prompt"], rows[17]["answer"] = None, "two"
+    pq.write_table(pa.Table.from_pylist(rows), "table.parquet", row_group_size=6)
+    text = Path("job.toml").read_text(encoding="utf-8")
+    Path("job.toml").write_text(text.replace('train = "train.jsonl"\n', MIXTURE), encoding="utf-8")
+    return [7, 11, 39, 40 + 0, 40 + 13, 40 + 25 + 4, 70 + 3, 70 + 17]
+
+
+def test_every_process_leaves_out_the_same_rows_and_the_counts_of_blocks_stay(job, mixed):
+    paths = RunPaths(job / "run")
+    package = str(Path(relax_hpc.__path__[0]).parent)
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TASK, paths.root, str(number)],
+            env=os.environ | {"PYTHONPATH": package, "PYTHONHASHSEED": str(number)},
+            stdout=subprocess.PIPE, text=True,
+        )
+        for number in range(TASKS)
+    ]  # fmt: skip
+    told = [json.loads(task.communicate(timeout=120)[0]) for task in tasks]
+    assert told[0] == told[1] == told[2]
+    count, asked, names = told[0]
+    assert count == 90 - len(mixed)
+    listed = [json.loads(line) for line in paths.left_out.read_text().splitlines()]
+    assert [each["row"] for each in listed] == mixed
+    lines = [each["reason"].split(":")[0] for each in listed]
+    assert lines == [
+        "marked.jsonl, line 8", "marked.jsonl, line 12", "marked.jsonl, line 40",
+        "latin.jsonl, line 1", "latin.jsonl, line 14", "other.jsonl, line 5",
+        "table.parquet, row 3", "table.parquet, row 17",
+    ]  # fmt: skip
+    assert "UTF-8" in listed[3]["reason"] and "it has question" in listed[1]["reason"]
+    for block in range(3):
+        part = Counter(names[block * 1000 : (block + 1) * 1000])
+        assert part == {"marked": 625, "latin": 250, "table": 125}
+    assert set(asked) == set(range(90)) - set(mixed)
+    # Each source goes through epochs of its own: every good row comes before one comes again.
+    for first, end in ((0, 40), (40, 70), (70, 90)):
+        kept = [row for row in range(first, end) if row not in mixed]
+        own = [row for row in asked if first <= row < end]
+        assert sorted(own[: len(kept)]) == sorted(own[len(kept) : 2 * len(kept)]) == kept
+
+
+JOB = """
+name = "run"
+run_root = "runs"
+model = {path = "model", dtype = "float32"}
+schedule = {num_steps = 5, prompts_per_step = 4}
+[prompts]
+columns = {prompt = "question"}
+[prompts.sources.gsm8k]
+path = "gsm8k.jsonl"
+[prompts.sources.sums]
+path = "sums.jsonl"
+columns = {prompt = "problem", answer = "truth.value", source = "subject"}
+[eval.math]
+path = "math.jsonl"
+columns = {prompt = "problem", answer = "solution"}
+[eval.same]
+path = "gsm8k.jsonl"
+"""
+ROWS = {
+    "gsm8k": [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(4)],
+    "sums": [{"problem": f"{n}+2=", "truth": {"value": n + 2}, "subject": "sum"} for n in range(4)],
+    "math": [{"problem": f"{n}+3=", "solution": str(n + 3), "level": n} for n in range(4)],
+}
+
+
+def write(name, rows):
+    Path(f"{name}.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
+
+
+@pytest.fixture
+def two_layouts(job):
+    Path("job.toml").write_text(JOB, encoding="utf-8")
+    for name, rows in ROWS.items():
+        write(name, rows)
+    return Path("job.toml")
+
+
+def test_each_set_is_read_by_its_own_names_and_by_the_jobs_where_it_has_none(two_layouts):
+    config = load(two_layouts)
+    files = prompt_check.read(config)
+    found = [files.train[n] for n in (0, 7)]
+    assert [(each.prompt, each.answer, each.source) for each in found] == [
+        ("0+1=", "1", "gsm8k"), ("3+2=", "5", "sum"),
+    ]  # fmt: skip
+    math, same = files.heldout["math"][3], files.heldout["same"][3]
+    assert (math.prompt, math.answer, math.metadata) == ("3+3=", "6", {"level": 3})
+    assert (same.prompt, same.answer, same.metadata) == ("3+1=", "4", {})
+    assert prompt_check.overlap_of(config, files).sets["same"].same.num_prompts == 4
+    sources = sources_of(config)
+    assert prompt_check.check_sample(config, sources) == []
+    assert [sources.heldout["math"][n].answer for n in range(4)] == ["3", "4", "5", "6"]
+
+
+@pytest.mark.parametrize("columns", ["", "columns = {prompt = 'question'}"])
+def test_a_set_may_have_names_where_the_job_has_none(two_layouts, columns):
+    text = JOB.replace('columns = {prompt = "question"}\n', "", 1)
+    text = text.replace('path = "gsm8k.jsonl"\n', f'path = "gsm8k.jsonl"\n{columns}\n')
+    two_layouts.write_text(text)
+    if columns:
+        assert prompt_check.read(load(two_layouts)).heldout["same"][0].prompt == "0+1="
+    else:
+        with pytest.raises(ConfigError, match=r"set prompts.sources.gsm8k.columns.prompt to the"):
+            prompt_check.read(load(two_layouts))
+
+
+def test_a_set_may_have_the_usual_name_where_the_job_has_another(two_layouts):
+    write("math", [{"prompt": "1+1=", "answer": "2"}])
+    setting = "eval.math.columns={prompt='prompt', answer='answer'}"
+    assert prompt_check.read(load(two_layouts, [setting])).heldout["math"][0].prompt == "1+1="
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("eval.math.columns.answer='soltion'",
+         "eval.math.path: HERE/math.jsonl, line 1: has no soltion; it has problem, solution, level;"
+         " set eval.math.columns.answer to the field that is the answer; did you mean solution?"),
+        ("eval.math.columns.promt='x'", "unknown key; did you mean eval.math.columns.prompt?"),
+        ("eval.math.columns.source='levl'",
+         "eval.math.columns.source = 'levl': none of the 4 rows that were looked at has it; the "
+         "first has problem, solution, level; did you mean level?"),
+        ("prompts.sources.sums.columns.answer='truth.vlue'",
+         "HERE/sums.jsonl, line 1: has no truth.vlue; it has problem, truth.value, subject; set "
+         "prompts.sources.sums.columns.answer to the field that is the answer; did you mean trut"),
+        ("prompts.sources.sums.columns.source='subjet'",
+         "prompts.sources.sums.columns.source = 'subjet': none of the 4 rows"),
+        ("prompts.columns.tools='can'", "prompts.columns.tools = 'can': none of the 8 rows"),
+        ("eval.math.columns=3", "job.toml: eval.math.columns = 3: is a table of settings"),
+        ("prompts.columns.prompt=3", "job.toml: prompts.columns.prompt = 3: use text, in quotes"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_said_with_its_set_before_anything_is_queued(
+    two_layouts, refused, setting, said
+):
+    found = refused("submit", "job.toml", "--local", "--set", setting)
+    assert said.replace("HERE", str(Path.cwd())) in found and "\n" not in found
+
+
+def test_a_run_keeps_the_names_of_its_sets(two_layouts):
+    config = load(two_layouts)
+    tree = config.model_dump(mode="json")
+    assert tree["eval"]["same"]["columns"]["prompt"] == "question"
+    for key in ("prompts.columns.answer", "eval.math.columns.answer",
+                "prompts.sources.sums.columns.answer"):  # fmt: skip
+        why = (
+            "points of a curve would" if key.startswith("eval") else "would change what is trained"
+        )
+        with pytest.raises(ConfigError, match=f"--set {key}='x': {why}"):
+            change(config, [f"{key}=x"])
+    for each in (*tree["eval"].values(), *tree["prompts"]["sources"].values()):
+        del each["columns"]  # as in runs of versions that had one name for all
+    two_layouts.with_name("config.json").write_text(json.dumps(tree))
+    old = read_resolved(two_layouts.with_name("config.json").absolute())
+    assert all(each.columns == config.prompts.columns for each in old.eval.values())
+    assert all(each.columns == config.prompts.columns for each in old.prompts.sources.values())
+
+
+@pytest.mark.parametrize("key", ["eval.math", "prompts.sources.sums"])
+def test_what_was_found_of_rows_is_not_used_for_other_names(two_layouts, monkeypatch, key):
+    config, other = load(two_layouts), load(two_layouts, [f'{key}.columns.tools="none"'])
+    paths = RunPaths(Path("run"))
+    settle(config, paths)
+    looked = []
+    examine = row_gate.examine
+    monkeypatch.setattr(
+        row_gate, "examine", lambda *args, **more: looked.append(1) or examine(*args, **more)
+    )
+    settle(config, paths)
+    assert looked == []
+    settle(other, paths)
+    assert looked == [1]
+
+
+def test_a_model_alone_is_scored_on_sets_with_names_of_their_own(two_layouts):
+    keys = ["eval.math.columns.prompt=problem", "eval.math.columns.answer=solution"]
+    alone = job_of(EvaluationRequest(Path("model"), None, {"math": "math.jsonl"}, overrides=keys))
+    of_job = job_of(EvaluationRequest(Path("model"), two_layouts, {"math": "math.jsonl"}))
+    for config, names in ((alone, ["math"]), (of_job, ["math", "same"])):
+        sets = prompt_check.open_files(config, is_trained=False).heldout
+        assert list(sets) == names and sets["math"][0].prompt == "0+3="
+    assert sets["same"][0].prompt == "0+1="

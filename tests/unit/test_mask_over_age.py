@@ -2,20 +2,15 @@
 
 import numpy as np
 import pytest
+from roles import role_fakes
 
 from relax_hpc.bus.staleness import mask_over_age
-from relax_hpc.schema import FinishReason, Trajectory
+from relax_hpc.schema import Trajectory
 
 
 def row(version_runs, loss_mask):
-    return Trajectory(
-        guid=0, sibling=0, prompt_index=0, seed=0,
-        token_ids=np.arange(len(loss_mask), dtype=np.int32), prompt_len=2,
-        loss_mask=np.array(loss_mask, np.uint8),
-        columns={"rollout_logprobs": np.zeros(len(loss_mask), np.float32)},
-        version_runs=np.array(version_runs, np.int32).reshape(-1, 2),
-        finish=FinishReason.STOP, reward=0.0,
-    )  # fmt: skip
+    made = role_fakes.row(prompt=2, response=len(loss_mask) - 2, mask=loss_mask)
+    return made._replace(version_runs=np.array(version_runs, np.int32).reshape(-1, 2))
 
 
 # tokens 0-1 given; 2-4 by policy 5, of which 3 is a tool's; 5-6 by policy 6, 7 by policy 7

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from relax_hpc import job_file
 from relax_hpc.cli.keys import all_keys
+from relax_hpc.config import job_file
 from relax_hpc.config.moved import ABSENT, ELSEWHERE, GONE, MOVED
 from relax_hpc.errors import ConfigError
 

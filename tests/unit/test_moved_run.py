@@ -1,17 +1,23 @@
-"""A run directory that was moved, renamed, or is reached by another path."""
+"""Runs that go on: where they were moved, with what they began with, and beside nobody else."""
+
+import json
+import shutil
+from pathlib import Path
 
 import fake_slurm
 import pytest
+from job_trees import job_of
 
-from relax_hpc.engines.megatron.optimizer.learning_rate import learning_rate
+from relax_hpc.config.job_file import load, read_resolved
+from relax_hpc.config.model import learning_rate
 from relax_hpc.errors import ConfigError
-from relax_hpc.job_file import read_resolved, validate
 from relax_hpc.launch import record, states, submit
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import read_json, write_json
 from relax_hpc.runs import replay
-from relax_hpc.runs.resume import resume
-from relax_hpc.user_programs import place_of
+from relax_hpc.runs import resume as resuming
+from relax_hpc.runs.resume import _check_inputs, resume
+from relax_hpc.runtime.files.records import read_json, write_json
+from relax_hpc.runtime.files.user_programs import place_of
+from relax_hpc.runtime.paths import RunPaths
 
 
 @pytest.fixture
@@ -24,13 +30,12 @@ def slurm(tmp_path, monkeypatch):
 def made(tmp_path):
     """The directory of a run with a reward of its own, and a set of prompts in it."""
     (tmp_path / "mine.py").write_text("def score(sample):\n    return 1.0\n")
-    tree = {
-        "name": "run", "run_root": str(tmp_path / "runs"), "model": {"path": "m"},
-        "prompts": {"train": str(tmp_path / "runs/run/rows.jsonl")}, "schedule": {"num_steps": 9},
-        "reward": {"name": f"{tmp_path}/mine.py:score"},
-        "eval": {"heldout": {"path": str(tmp_path / "runs/runner/rows.jsonl")}},
-    }  # fmt: skip
-    config, _ = submit.resolve(validate(tree, source="job"))
+    made = job_of(
+        run_root=f"{tmp_path}/runs", prompts__train=f"{tmp_path}/runs/run/rows.jsonl",
+        reward__name=f"{tmp_path}/mine.py:score",
+        eval__heldout__path=f"{tmp_path}/runs/runner/rows.jsonl",
+    )  # fmt: skip
+    config, _ = submit.resolve(made)
     submit.make_run_dir(config, RunPaths(config.run_dir))
     return config.run_dir
 
@@ -108,3 +113,104 @@ def test_a_replay_is_found_where_it_lies_and_runs_the_programs_of_its_run(made):
     again = read_resolved(folder.config)
     assert again.run_dir == folder.root
     assert again.reward == config.reward
+
+
+MEANWHILE = "was resumed meanwhile, as job 9; nothing was started"
+
+
+@pytest.fixture
+def failed(slurm):
+    slurm.leaves(1)
+    return slurm
+
+
+def by_another(slurm):
+    """What a process does that resumes the run and exits: its claim is that of nobody alive."""
+    assert resume(slurm.run_dir, ended=True).job_id == "9"
+    paths = RunPaths(slurm.run_dir)
+    claim = paths.launch_claim(record.read(slurm.run_dir).number)
+    write_json(claim, json.loads(claim.read_text()) | {"pid": 2**22 - 3, "start_time": 1.0})
+
+
+def meanwhile(monkeypatch, module, name, act):
+    """Calls `act` once, when `name` of a module is called first."""
+    real, acts = getattr(module, name), [act]
+
+    def held_up(*args):
+        if acts:
+            acts.pop()()
+        return real(*args)
+
+    monkeypatch.setattr(module, name, held_up)
+
+
+def started(slurm):
+    paths = RunPaths(slurm.run_dir)
+    return (
+        [each.number for each in record.read(slurm.run_dir).all],
+        sorted(path.name for path in paths.control.glob("launch-*.json")),
+        len(slurm.asked("sbatch")),
+    )
+
+
+def test_who_is_sure_starts_nothing_beside_a_launch_that_came_after_the_look(failed, monkeypatch):
+    """Nor is there a claim of a third for a moment: the job of the second would end of it."""
+    claimed, once = [], record.write_json_once
+    monkeypatch.setattr(
+        record, "write_json_once", lambda path, mine: claimed.append(path.name) or once(path, mine)
+    )
+    meanwhile(monkeypatch, resuming, "_compare_programs", lambda: by_another(failed))
+    with pytest.raises(ConfigError, match=MEANWHILE) as error:
+        resume(failed.run_dir, ended=True)
+    assert f"relax-hpc status {failed.run_dir}" in str(error.value)
+    assert started(failed) == ([2, 1], ["launch-2.json"], 1)
+    assert claimed == ["launch-2.json"]
+
+
+def test_a_claim_is_given_back_if_a_launch_is_recorded_while_it_is_made(failed, monkeypatch):
+    """The one who was thought dead, on another node, was only held up."""
+    paths = RunPaths(failed.run_dir)
+    dead = {"time": 0.0, "node": "elsewhere", "pid": 1, "start_time": 1.0}
+    write_json(paths.launch_claim(2), dead)
+
+    def wakes():
+        fields = json.loads(paths.launch_record.read_text())
+        first = {key: fields[key] for key in ("mode", "leader", "components", "time", "controller")}
+        write_json(paths.launch_record, fields | {"number": 2, "leader": "9", "earlier": [first]})
+
+    meanwhile(monkeypatch, record, "write_json_once", wakes)
+    with pytest.raises(ConfigError, match=MEANWHILE):
+        resume(failed.run_dir, ended=True)
+    assert started(failed) == ([2, 1], ["launch-2.json"], 0)
+
+
+@pytest.fixture
+def begun(job):
+    """The job of a run that has looked at its prompts, and its directory."""
+    paths = RunPaths(job / "run")
+    paths.prompt_rows(0).parent.mkdir(parents=True)
+    write_json(paths.prompt_rows(0), {"num_rows": {"prompts.train": 4}})
+    return load(Path("job.toml")), paths
+
+
+def test_a_run_goes_on_with_the_data_it_was_begun_with(begun):
+    config, paths = begun
+    _check_inputs(config, paths)
+    paths.prompt_rows(0).unlink()  # it did not get so far
+    _check_inputs(config, paths)
+
+
+def test_other_rows_and_what_is_gone_are_refused_at_once(begun):
+    config, paths = begun
+    train = Path("train.jsonl")
+    row = train.read_text(encoding="utf-8")
+    train.write_text(2 * row, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"prompts.train: has 8 rows, the run was begun with 4"):
+        _check_inputs(config, paths)
+    train.unlink()
+    with pytest.raises(ConfigError, match=r"train.jsonl.*: no such file"):
+        _check_inputs(config, paths)
+    train.write_text(row, encoding="utf-8")
+    shutil.move("model", "gone")
+    with pytest.raises(ConfigError, match=r"model.path = .*: no such folder"):
+        _check_inputs(config, paths)

@@ -8,10 +8,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from board_runs import make, step
 
-from relax_hpc.boards import notify
-from relax_hpc.boards.notify import Comment, Notifier, Watch
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import preflight
+from relax_hpc.runs.boards import notify
+from relax_hpc.runs.boards.notify import Comment, Notifier, ProgressWatch
 
 
 @pytest.fixture
@@ -30,23 +30,23 @@ def told(tmp_path):
 def test_an_occasion_is_told_once_in_a_while_over_all_attempts(tmp_path, told, monkeypatch):
     program, read = told
     paths, config = make(tmp_path, notify={"command": [program], "on": ["start", "requeue"]})
-    Watch(Notifier(paths, config), 0).begin(0)
-    Watch(Notifier(paths, config), 0).begin(0)  # restarted at once
-    Watch(Notifier(paths, config), 0).begin(2)
+    ProgressWatch(Notifier(paths, config), 0).begin(0)
+    ProgressWatch(Notifier(paths, config), 0).begin(0)  # restarted at once
+    ProgressWatch(Notifier(paths, config), 0).begin(2)
     assert Notifier(paths, config).tell("finish", "is complete") is False, "nobody asked"
     assert [(m["run"], m["news"], m["text"]) for m in read()] == [
         ("run", "start", "run: has started"),
         ("run", "requeue", "run: goes on after requeue number 2"),
     ]
     monkeypatch.setattr(notify, "_APART_S", 0.0)
-    Watch(Notifier(paths, config), 0).begin(0)
+    ProgressWatch(Notifier(paths, config), 0).begin(0)
     assert len(read()) == 3
 
 
 def test_a_reward_that_rises_no_more_is_told_once_and_again_after_it_rose(tmp_path, told):
     program, read = told
     _, config = made = make(tmp_path, notify={"command": [program], "plateau_steps": 3})
-    watch = Watch(Notifier(*made), config.notify.plateau_steps)
+    watch = ProgressWatch(Notifier(*made), config.notify.plateau_steps)
     watch.take([step(number, 1.0, 0.5) for number in range(1, 4)])
     assert read() == []
     watch.take([step(4, 1.0, 0.5), step(5, 1.0, 0.25), step(6, 1.0, None)])
@@ -155,3 +155,14 @@ def test_a_comment_of_the_users_stays_and_a_slurm_that_refuses_is_asked_no_more(
     other.show(step(4, 1.0, 0.5), 100)
     Comment("local-12").show(step(3, 1.0, 0.5), 100)
     assert len((slurm / "asked").read_text().splitlines()) == 2
+
+
+def test_a_reward_that_sways_while_it_rises_slowly_is_no_plateau(tmp_path, told):
+    """0.2 to 0.4 around a rise of 0.01 a step: the smoothed reward is higher than eight steps ago,
+    always; a single step is often lower than the best so far."""
+    program, read = told
+    _, config = made = make(tmp_path, notify={"command": [program], "plateau_steps": 8})
+    watch = ProgressWatch(Notifier(*made), config.notify.plateau_steps)
+    sway = [0.1, -0.1, 0.05, -0.1, -0.1, 0.0, -0.1, -0.1, -0.05, -0.1, -0.1, -0.1]
+    watch.take([step(n, 1.0, 0.3 + 0.01 * n + sway[n % len(sway)]) for n in range(1, 61)])
+    assert read() == []

@@ -7,16 +7,16 @@ import pytest
 from typer.testing import CliRunner
 
 from relax_hpc.cli.main import app
-from relax_hpc.media.source import Source
-from relax_hpc.prompts import overlap
-from relax_hpc.prompts.record import Record
+from relax_hpc.data import overlap
+from relax_hpc.data.media.source import MediaSource
+from relax_hpc.data.records import PromptRecord
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Prompts(list):
     def __init__(self, name, *prompts):
-        super().__init__(Record(prompt, "1") for prompt in prompts)
+        super().__init__(PromptRecord(prompt, "1") for prompt in prompts)
         self.name = name
 
     def where(self, index):
@@ -130,8 +130,10 @@ def command(*arguments):
 
 def test_the_command_compares_all_prompts_of_a_job(job):
     lines = [{"prompt": f"{n % 5}+1=", "answer": "1"} for n in range(7)]
-    Path("train.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    Path("heldout.jsonl").write_text(f"{json.dumps(lines[3])}\nno row\n")
+    Path("train.jsonl").write_text(
+        "".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8"
+    )
+    Path("heldout.jsonl").write_text(f"{json.dumps(lines[3])}\nno row\n", encoding="utf-8")
     skip = "--set=prompts.bad_rows=skip"
     assert command(skip).splitlines() == [
         "eval.heldout: 2 prompts, 1 of which cannot be used; the first: heldout.jsonl, line 2: is "
@@ -149,15 +151,19 @@ def test_the_command_compares_all_prompts_of_a_job(job):
     assert found["sets"]["heldout"]["same"]["examples"] == [
         ["heldout.jsonl, line 1", "train.jsonl, line 4"]
     ]
-    Path("heldout.jsonl").write_text(json.dumps({"prompt": "9+9=", "answer": "18"}))
-    Path("train.jsonl").write_text(json.dumps(lines[0]))
+    Path("heldout.jsonl").write_text(
+        json.dumps({"prompt": "9+9=", "answer": "18"}), encoding="utf-8"
+    )
+    Path("train.jsonl").write_text(json.dumps(lines[0]), encoding="utf-8")
     assert command().splitlines()[-1] == "no prompt is there twice"
 
 
 def test_rows_that_cannot_be_used_are_counted_of_every_chunk(job, monkeypatch):
     monkeypatch.setattr(overlap, "_CHUNK", 3)
     good = json.dumps({"prompt": "1+1=", "answer": "2"})
-    Path("train.jsonl").write_text("".join(f"{line}\n" for line in (good, "x", good, "y", "z")))
+    Path("train.jsonl").write_text(
+        "".join(f"{line}\n" for line in (good, "x", good, "y", "z")), encoding="utf-8"
+    )
     _, said, *_ = command("--set=prompts.bad_rows=skip").splitlines()
     assert said.startswith(
         "prompts.train: 5 prompts, 3 of which cannot be used; the first: train.jsonl, line 2: "
@@ -166,17 +172,23 @@ def test_rows_that_cannot_be_used_are_counted_of_every_chunk(job, monkeypatch):
 
 def test_one_question_about_two_images_is_two_prompts(tmp_path):
     def shown(*media):
-        return Record("colour?", "1", media=media)
+        return PromptRecord("colour?", "1", media=media)
 
-    path, data = tmp_path / "a.png", Source("x: image 1", "image", data=b"one")
-    whole = Source("x: image 1", "image", path=path)
+    path, data = tmp_path / "a.png", MediaSource("x: image 1", "image", data=b"one")
+    whole = MediaSource("x: image 1", "image", path=path)
     part = whole._replace(offset=8, size=4)
     train = Prompts("train")
-    train += [shown(whole), shown(part), shown(data), shown(whole, data), Record("colour?", "1")]
+    train += [
+        shown(whole),
+        shown(part),
+        shown(data),
+        shown(whole, data),
+        PromptRecord("colour?", "1"),
+    ]
     heldout = Prompts("heldout")
     heldout += [
         shown(whole._replace(place="y: image 1")), shown(data), shown(data, whole),
-        shown(Source("y: image 1", "video", frames=(whole, data))),
+        shown(MediaSource("y: image 1", "video", frames=(whole, data))),
         shown(data._replace(data=b"two")),
     ]  # fmt: skip
     found = overlap.find(train, {"heldout": (heldout, len(heldout))})
@@ -186,7 +198,7 @@ def test_one_question_about_two_images_is_two_prompts(tmp_path):
 
 
 def test_names_of_media_are_no_words_of_a_prompt(tmp_path):
-    named = Record("x", "1", media=(Source("y", "image", path=tmp_path / words(0, 14)),))
+    named = PromptRecord("x", "1", media=(MediaSource("y", "image", path=tmp_path / words(0, 14)),))
     train, heldout = Prompts("train"), Prompts("heldout")
     train.append(named)
     heldout.append(named._replace(prompt="other"))

@@ -16,16 +16,16 @@ from relax_hpc.bus.reader import BatchIndex
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.bus.skips import SkippedGuids
+from relax_hpc.data.source import Prompt
 from relax_hpc.errors import PeerTimeoutError
-from relax_hpc.paths import RunPaths
-from relax_hpc.prompts.source import Prompt
-from relax_hpc.records import read_json, write_json
-from relax_hpc.roles.dealing.judging import judge_of, most_skipped
+from relax_hpc.roles.dealing.portions import judge_of, most_skipped
 from relax_hpc.roles.rollout import skips as skips_module
 from relax_hpc.roles.rollout.episodes import seed_of
 from relax_hpc.roles.rollout.folders import Folders
-from relax_hpc.roles.rollout.pace import Pace
-from relax_hpc.roles.rollout.skips import Board, Skip, Skips, exchange_of
+from relax_hpc.roles.rollout.loop import Pace
+from relax_hpc.roles.rollout.skips import GroupSkip, SkipBoard, TaskSkips, exchange_of
+from relax_hpc.runtime.files.records import read_json, write_json
+from relax_hpc.runtime.paths import RunPaths
 
 P = 4
 APART = {"weights__transport": "files"}
@@ -98,7 +98,7 @@ def test_they_are_own_from_the_moment_they_are_finished_until_the_trainer_has_se
     paths, made = make_bus(tmp_path), config()
     credits = CreditTail(paths)
     with Folders.open(paths, 0, len(PRODUCERS), {}) as folders:
-        skips = Skips(made, folders)
+        skips = TaskSkips(made, folders)
         groups = [sampled(guid, flat=guid in (2, 6)) for guid in (0, 2, 4, 6)]
         skips.judge(groups[:2])
         assert skips.unknown_to(None) == [2]
@@ -129,14 +129,14 @@ def test_they_are_own_from_the_moment_they_are_finished_until_the_trainer_has_se
 
 def test_where_every_group_is_trained_on_none_is_skipped():
     made = role_fakes.config(algorithm__groups__name="as_sampled")
-    skips = Skips(made, None)
+    skips = TaskSkips(made, None)
     skips.judge([sampled(0, flat=True)])
     assert skips.unknown_to(None) == []
 
 
 def test_without_a_trainer_no_more_are_replaced_than_it_would_let_pass():
     made = config(lag=0)
-    skips, pace = Skips(made, None), Pace(made)
+    skips, pace = TaskSkips(made, None), Pace(made)
     for guid in range(999):
         pace.follow(Credit(), skips.unknown_to(None))
         if not pace.may_start(guid, 0):
@@ -157,7 +157,7 @@ class Run:
     def __init__(self, paths, dice, folders):
         self.paths, self.dice, self.folders, self.made = paths, dice, folders, config(LAG)
         self.flat = {guid for guid in range(NUM_GUIDS) if dice.random() < 0.5}
-        self.tasks = [(Skips(self.made, each), Pace(self.made)) for each in folders]
+        self.tasks = [(TaskSkips(self.made, each), Pace(self.made)) for each in folders]
         self.credits, self.credit = CreditTail(paths), None
         self.next_guids, self.running = [0, 1], {}
         self.trainer, self.position, self.step = None, None, 1
@@ -288,7 +288,7 @@ def test_tasks_that_have_nothing_to_do_tell_each_other_what_is_skipped(tmp_path,
     paths = make_bus(tmp_path)
     with ExitStack() as opened:
         folders = [opened.enter_context(Folders.open(paths, n, 2, {})) for n in (0, 1)]
-        tasks = [Skips(made, f, exchange_of(made, run, n, 2)) for n, f in enumerate(folders)]
+        tasks = [TaskSkips(made, f, exchange_of(made, run, n, 2)) for n, f in enumerate(folders)]
         tasks[0].judge([sampled(0, flat=True), sampled(2, flat=False)])
         tasks[1].judge([sampled(1, flat=True)])
         for task in tasks:
@@ -312,14 +312,14 @@ def test_tasks_that_have_nothing_to_do_tell_each_other_what_is_skipped(tmp_path,
 def test_records_are_written_when_they_change_and_looked_at_once_a_second(tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr(skips_module, "write_json", lambda path, record: written.append(record))
-    board = Board(RunPaths(tmp_path), 0, 2)
+    board = SkipBoard(RunPaths(tmp_path), 0, 2)
     (tmp_path / "control").mkdir()
     write_json(RunPaths(tmp_path).skips(1), {"skips": [[3, 1, 0]]})
-    assert board([]) == board([Skip(2, 0, 0)]) == [(3, 1, 0)]
+    assert board([]) == board([GroupSkip(2, 0, 0)]) == [(3, 1, 0)]
     assert written == [], "there was nothing to tell, and then it was not time to"
     board._next_look = 0.0
     for _ in range(3):
-        board([Skip(2, 0, 0)])
+        board([GroupSkip(2, 0, 0)])
         board._next_look = 0.0
     assert written == [{"skips": [(2, 0, 0)]}]
 

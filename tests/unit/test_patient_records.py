@@ -12,35 +12,33 @@ from fake_part import NAMES
 from test_checkpoints import Trainer, checkpoints_in
 from test_scaler import House
 
-from relax_hpc import permissions, storage
 from relax_hpc.bus import layout
 from relax_hpc.bus.plan import PlanPosition
-from relax_hpc.comm.bucket import BucketPlan, Spec
-from relax_hpc.comm.world import SoloWorld
 from relax_hpc.config.rollout import WeightsConfig
-from relax_hpc.engines.child import spawn
-from relax_hpc.fleet import lease, members
-from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.roster import Roster, RosterEntry
-from relax_hpc.fleet.scaling import Request
-from relax_hpc.fleet.switches import Notes, forget_earlier
+from relax_hpc.inference import members
+from relax_hpc.inference.members import Member, Roster, RosterEntry
+from relax_hpc.inference.process import spawn
+from relax_hpc.inference.switches import Notes, forget_earlier
 from relax_hpc.launch import requeue
-from relax_hpc.launch.sides.holder import Holder
-from relax_hpc.models import hf_folder
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import read_json, write_json
+from relax_hpc.launch.holder import Holder
 from relax_hpc.roles.ending import Ending
-from relax_hpc.roles.engine.parts import Parts
+from relax_hpc.roles.engine.host import Parts
 from relax_hpc.roles.idle import Idle
 from relax_hpc.roles.rollout import skips
-from relax_hpc.roles.rollout.evaluation import Due
-from relax_hpc.roles.rollout.heldout import Board, Row, Share
-from relax_hpc.roles.rollout.unfinished import digests_of
-from relax_hpc.run_secret import RunSecret
+from relax_hpc.roles.rollout.folders import digests_of
+from relax_hpc.roles.rollout.heldout import Due, HeldoutRow, ScoreBoard, TaskScore
 from relax_hpc.runs import verdict
-from relax_hpc.weights.leave import SnapshotPublisher
-from relax_hpc.weights.ranks import TrainerRanks
+from relax_hpc.runs.scale.records import ScaleRequest
+from relax_hpc.runtime.comm.bucket import BucketPlan, Spec
+from relax_hpc.runtime.comm.world import SoloWorld
+from relax_hpc.runtime.files import permissions, storage
+from relax_hpc.runtime.files.records import read_json, write_json
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.trainer.models import hf_folder
+from relax_hpc.weights.pull_snapshot import SnapshotPublisher
 from relax_hpc.weights.snapshot import SnapshotWriter
+from relax_hpc.weights.transport import TrainerRanks
 
 JOB, ATTEMPT = "7", "7.0"
 TENSORS = {"a": torch.ones(3), "b": torch.zeros(2)}
@@ -85,8 +83,8 @@ def of_members(paths):
 
 def of_weights(paths):
     Roster(3, {"rollout-0": RosterEntry("1", 3, "ACTIVE")}).write(paths)
-    lease.give(paths, ATTEMPT, "engines")
-    return Roster.read(paths).serves("rollout-0", "1"), lease.is_with_engines(paths, ATTEMPT)
+    members.give(paths, ATTEMPT, "engines")
+    return Roster.read(paths).serves("rollout-0", "1"), members.is_with_engines(paths, ATTEMPT)
 
 
 def of_switches(paths):
@@ -106,12 +104,12 @@ def of_ends(paths):
     keeps.will_save()
     told += [requeue.announce(JOB, paths.root), requeue.announce(JOB, paths.root)]
     told += [ending.is_near(), requeue.is_unsaved(paths.all_keeps(ATTEMPT))]
-    keeps.saved(2)
-    ending.saved(4)
+    keeps.note_saved(2)
+    ending.note_saved(4)
     told.append(requeue.is_unsaved([*paths.all_keeps(ATTEMPT), paths.saves(ATTEMPT)]))
     write_json(paths.ending(ATTEMPT), {"refused": "no"})
     told.append(requeue.announce(JOB, paths.root))
-    write_json(paths.cancelled(JOB), {})
+    write_json(paths.cancellation(JOB), {})
     return [*told, requeue.ask(JOB, paths.root)]
 
 
@@ -128,18 +126,18 @@ def of_sides(paths):
 def of_skips(paths):
     """Each of two tasks tells of one, then looks."""
     for number in (0, 1):
-        skips.Board(paths, number, 2)([skips.Skip(number, number, 0)])
-    return [skips.Board(paths, number, 2)([]) for number in (0, 1)]
+        skips.SkipBoard(paths, number, 2)([skips.GroupSkip(number, number, 0)])
+    return [skips.SkipBoard(paths, number, 2)([]) for number in (0, 1)]
 
 
 def of_heldout(paths):
-    board, due = Board(paths, 0, 1), Due("heldout", "after", 0)
-    row = Row(0, 0, 1.0, {}, 3, 3, "stop", 5, ["2"])
+    board, due = ScoreBoard(paths, 0, 1), Due("heldout", "after", 0)
+    row = HeldoutRow(0, 0, 1.0, {}, 3, 3, "stop", 5, ["2"])
     board.begin(due)
     board.keep(due, [row])
-    kept, again = board.kept_last([due]), board.begin(due)
-    board.add(due, Share.of([row]), [row])
-    return kept, again == [row], board.begun("heldout"), board.kept_last([due])
+    kept, again = board.count_kept_bytes([due]), board.begin(due)
+    board.add(due, TaskScore.of([row]), [row])
+    return kept, again == [row], board.list_begun("heldout"), board.count_kept_bytes([due])
 
 
 def of_verdicts(paths):
@@ -151,7 +149,7 @@ def of_verdicts(paths):
 def of_engines(paths):
     """Of several nodes, and the log of a start."""
     parts = Parts(paths, "rollout-0", 2)
-    with parts.called("1"):
+    with parts.call("1"):
         write_json(paths.engine_part("rollout-0", 1), {"start": "1", "node": "n", "reason": "died"})
         why = parts.end("1")
     parts.dismiss("1")
@@ -203,7 +201,7 @@ def of_scales(paths):
     house = House(paths.root)
     try:
         for number, engines in ((1, 2), (2, 2)):
-            asked = Request(number, "out", engines, None, 0.0, 0.0)
+            asked = ScaleRequest(number, "out", engines, None, 0.0, 0.0)
             write_json(house.paths.scale_request(number), asdict(asked))
         write_json(house.paths.scale_cancel(1), {})
         running = house.scaler()
@@ -220,7 +218,7 @@ KINDS = {
     of_members: "members member extras",
     of_weights: "roster lease",
     of_switches: "switch switches",
-    of_ends: "ending saves critic_saves keeps all_keeps cancelled",
+    of_ends: "ending saves critic_saves keeps all_keeps cancellation",
     of_sides: "idle away",
     of_skips: "skips",
     of_heldout: "heldout_shares eval_rows eval_part",
@@ -241,7 +239,7 @@ OTHERS = {
     "read and written by commands, which tell what they are told": "launch_record launch_claim "
     "config_before replay replayed summary reward_curve loss_curve timeline view all_endings",
     "read and written by curves and messages, of which a run does not depend": "tensorboard "
-    "tensorboard_made exported notified",
+    "tensorboard_made export notified",
     "written and read by functions of `records`, and nothing else": "prompt_rows left_out "
     "decided_rows broken_media rendezvous",
     "of watchdogs, who leave out what they are refused": "hangs doing",
@@ -251,7 +249,16 @@ OTHERS = {
 FAULTS = (errno.ESTALE, UNDONE), (errno.EIO, DONE)
 
 
-@pytest.mark.parametrize("use", KINDS, ids=lambda use: use.__name__)
+def of_ends_without_links(paths):  # O3
+    def link(*_):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "link", link)
+        return of_ends(paths)
+
+
+@pytest.mark.parametrize("use", [*KINDS, of_ends_without_links], ids=lambda use: use.__name__)
 def test_one_error_at_any_call_on_any_kind_of_record_changes_nothing(tmp_path, monkeypatch, use):
     def begun(name):
         paths = RunPaths(tmp_path / name)

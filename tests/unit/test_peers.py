@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from relax_hpc import job_file
-from relax_hpc.prompts import tokenizer
+from relax_hpc.config import job_file
+from relax_hpc.data import tokenizer
 from relax_hpc.roles.rollout import prompt_check
 from relax_hpc.roles.rollout.episodes import seed_of
 

@@ -1,15 +1,18 @@
 """A run is its owner's alone, also below a project folder whose ACLs open what is made in it."""
 
 import errno
+import grp
 import os
+import pwd
 import stat
 import struct
+from types import SimpleNamespace
 
 import pytest
 from file_systems import small_tmpfs
 
-from relax_hpc import permissions
 from relax_hpc.errors import LaunchError
+from relax_hpc.runtime.files import permissions
 
 USER, GROUP, OTHERS, ANYBODY = 0x01, 0x04, 0x20, 0xFFFFFFFF
 
@@ -34,7 +37,7 @@ def test_what_a_run_leaves_is_closed_whatever_the_folder_above_hands_on(
         open_all_below(project, group=7, others=5)
         umask = permissions.UMASKS[share]
         run = project / "run"
-        with permissions.masked(umask):
+        with permissions.set_umask(umask):
             run.mkdir()
             assert mode(run) == 0o775, "Linux leaves the umask alone here"
             permissions.close_to_others(run, umask)
@@ -72,3 +75,20 @@ def test_other_errors_are_not_passed_over(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "removexattr", refuse)
     with pytest.raises(OSError, match="Input/output"):
         permissions.close_to_others(tmp_path, 0o077)
+
+
+@pytest.mark.parametrize(
+    ("members", "others_may"), [([], False), (["me"], False), (["me", "eve"], True)]
+)
+def test_a_group_of_ones_own_name_is_ones_own_unless_others_are_in_it(
+    tmp_path, monkeypatch, members, others_may
+):
+    """Many systems give everybody a group: who adds a colleague to it lets them write."""
+    me = SimpleNamespace(pw_name="me", pw_gid=tmp_path.stat().st_gid)
+    mine = SimpleNamespace(gr_name="me", gr_gid=me.pw_gid, gr_mem=members)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: me)
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: mine)
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o775)
+    assert (folder in permissions.replaceable(folder / "run")) is others_may

@@ -9,7 +9,7 @@ from relax_hpc.roles.rollout import play
 
 OWN = """
 import asyncio
-from relax_hpc.environments.base import Outcome
+from relax_hpc import Outcome
 
 class Twice:
     async def rollout(self, prompt, session):
@@ -48,7 +48,7 @@ json.dump({"rewards": {"right": 2.0 * (said == task["answer"])}}, open(sys.argv[
 
 def arguments(*options, environment=None, **keys):
     if environment:
-        Path("own.py").write_text(OWN)
+        Path("own.py").write_text(OWN, encoding="utf-8")
         keys["rollout.environment"] = f"own.py:{environment}"
     return ("check", "job.toml", "--local", *options, *(f"--set={k}={v}" for k, v in keys.items()))
 
@@ -97,7 +97,7 @@ def test_a_history_that_is_written_anew_is_a_sequence_of_its_own(remarked):
 
 
 def test_a_program_is_started_with_the_prompt_and_answered(remarked):
-    Path("agent.py").write_text(AGENT)
+    Path("agent.py").write_text(AGENT, encoding="utf-8")
     command = json.dumps([sys.executable, "agent.py", "{task}", "{outcome}"])
     keys = {"rollout.environment": "program", "rollout.program.command": command}
     _, outcome = shown(remarked(*arguments("--play", **keys)))
@@ -105,7 +105,9 @@ def test_a_program_is_started_with_the_prompt_and_answered(remarked):
 
 
 def test_a_reward_that_asks_engines_is_not_asked(remarked):
-    Path("judged.py").write_text("async def score(response, engines):\n    return 1.0\n")
+    Path("judged.py").write_text(
+        "async def score(response, engines):\n    return 1.0\n", encoding="utf-8"
+    )
     path = os.fspath(Path("model").absolute())
     keys = {"reward.name": "judged.py:score", "engines.judge.model": path}
     _, outcome = shown(remarked(*arguments("--play", **keys)))

@@ -15,15 +15,18 @@ from pathlib import Path
 import psutil
 import pytest
 from chat_fakes import Engine, session_of, tokens_of
+from job_trees import job_of
 
-from relax_hpc import job_file
 from relax_hpc.config.rollout import ProgramConfig, RolloutConfig
-from relax_hpc.environments import program_process, registry
-from relax_hpc.environments.base import Outcome
-from relax_hpc.environments.program import Program, ProgramError
-from relax_hpc.environments.record import Record, sequences
+from relax_hpc.environments import program as program_process
+from relax_hpc.environments import registry
+from relax_hpc.environments.environment import Outcome
+from relax_hpc.environments.program import ProgramEnvironment, ProgramError
+from relax_hpc.environments.record import EpisodeRecord, sequences
+from relax_hpc.environments.rewards.contract import fail
 from relax_hpc.errors import ConfigError, EngineLostError
 from relax_hpc.launch import submit
+from relax_hpc.runtime.files.user_programs import describe_call_error
 
 ASKING = """
 import json, os, sys, urllib.request
@@ -60,7 +63,9 @@ def agent(tmp_path):
     def written(text, timeout_s=60):
         (tmp_path / "agent.py").write_text(ASKING + textwrap.dedent(text))
         command = [sys.executable, "agent.py", "{task}", "{outcome}"]
-        return Program(ProgramConfig(command=command, folder=tmp_path, timeout_s=timeout_s))
+        return ProgramEnvironment(
+            ProgramConfig(command=command, folder=tmp_path, timeout_s=timeout_s)
+        )
 
     return written
 
@@ -76,7 +81,7 @@ def test_a_program_of_two_turns_is_one_sequence_and_the_jobs_reward_decides(
     monkeypatch.setenv(
         "http_proxy", "http://127.0.0.1:9"
     )  # of a site; it does not know the address
-    record, engine = Record(), Engine(tokens, "3", "yes")
+    record, engine = EpisodeRecord(), Engine(tokens, "3", "yes")
     (tmp_path / "seen").unlink(missing_ok=True)
     made = play(agent(TWICE + "json.dump(task, open('seen', 'w'))"), engine, record)
     assert made == Outcome()
@@ -109,13 +114,59 @@ def test_what_a_program_writes_is_the_outcome_however_it_ends(agent, tokens):
          "^its outcome is no JSON: Expecting value: line 1"),
         ("chat(task['messages']); open(sys.argv[2], 'w').write('{\"reward\": 1}')",
          "^its outcome is {'reward': 1}; write rewards and metrics by name$"),
-        ("sys.stderr.write('x' * 100_000 + 'y'); sys.exit(2)", 
-         "reply of the policy; it said: x{299}y$"),
+        ("sys.stderr.write('BadError: ' + 'x' * 100_000 + 'y'); sys.exit(2)",
+         r"it said: BadError: x{90} \.\.\. x{294}y \(all of it: .*\)$"),
     ],
 )  # fmt: skip
 def test_a_program_that_fails_is_an_error_of_the_sample_in_its_words(agent, tokens, text, said):
     with pytest.raises(ProgramError, match=said):
         play(agent(text), Engine(tokens, "3"))
+
+
+DEEP = """
+def called(depth):
+    if not depth:
+        raise RuntimeError("Error code: 400 - tools: the chat template tells the policy of none")
+    called(depth - 1)
+sys.stderr.write("begun\\n")
+called(40)
+"""
+
+
+def test_the_last_line_of_an_agent_reaches_the_score_and_all_of_it_a_file_that_is_named(
+    tokens, tmp_path
+):  # U1
+    (tmp_path / "agent.py").write_text(ASKING + DEEP)
+    config = ProgramConfig(command=[sys.executable, "agent.py", "{task}"], folder=tmp_path)
+    kept = tmp_path / "run" / "logs" / "program-0.log"
+    environment = ProgramEnvironment(config, kept)
+    with pytest.raises(ProgramError) as failure:
+        play(environment, Engine(tokens))
+    error = fail(f"environment: {describe_call_error(failure.value)}").error
+    assert "ended with 1 and has had no reply" in error
+    assert "RuntimeError: Error code: 400 - tools: the chat template tells the policy of none" in (
+        error
+    )
+    assert f"(all of it: {kept})" in error
+    whole = kept.read_text(encoding="utf-8").splitlines()
+    assert whole[1] == "begun" and whole.count("    called(depth - 1)") >= 3
+    with pytest.raises(ProgramError):
+        play(environment, Engine(tokens))
+    again = kept.read_text(encoding="utf-8").splitlines()
+    assert again == [*whole, *whole], "one after the other"
+
+
+def test_of_a_flood_of_words_the_beginning_and_the_end_are_kept(tokens, tmp_path):  # U1
+    code = "import sys\nsys.stderr.write('begun\\n' + 'x\\n' * 200_000 + 'the end')\nsys.exit(1)"
+    (tmp_path / "agent.py").write_text(code)
+    config = ProgramConfig(command=[sys.executable, "agent.py", "{task}"], folder=tmp_path)
+    kept = tmp_path / "program-0.log"
+    with pytest.raises(ProgramError, match=r"x x the end \(all of it"):
+        play(ProgramEnvironment(config, kept), Engine(tokens))
+    text = kept.read_text(encoding="utf-8")
+    left_out = 6 + 400_000 + 7 - 2 * (64 << 10)
+    assert f"\n[{left_out} bytes are left out]\n" in text
+    assert text.splitlines()[1] == "begun" and text.endswith("x\nthe end\n\n")
 
 
 def is_there(path):
@@ -229,7 +280,7 @@ def test_an_episode_that_was_broken_off_is_begun_anew_and_answered_from_its_reco
         await asyncio.gather(playing, return_exceptions=True)
         return engine
 
-    record = Record()
+    record = EpisodeRecord()
     first = asyncio.run(cancelled(record))
     assert not is_there(tmp_path / "pid"), "who is broken off leaves nobody"
     assert [call.finish is None for call in record.calls] == [False, True]
@@ -247,15 +298,16 @@ OWNER = """
 import asyncio, sys
 sys.path[:0] = {path!r}
 from chat_fakes import Engine, session_of, tokens_of
+from job_trees import job_of
 from relax_hpc.config.rollout import ProgramConfig
-from relax_hpc.environments.program import Program
+from relax_hpc.environments.program import ProgramEnvironment
 
 async def main():
     engine = Engine(tokens_of(), "3")
     engine.may_answer.clear()
     session = session_of(engine)
     command = [sys.executable, "agent.py", "{{task}}"]
-    await Program(ProgramConfig(command=command)).rollout(session.prompt, session)
+    await ProgramEnvironment(ProgramConfig(command=command)).rollout(session.prompt, session)
 
 asyncio.run(main())
 """
@@ -291,23 +343,16 @@ def test_a_program_and_its_children_die_with_the_task_however_that_dies(agent, t
     ],
 )  # fmt: skip
 def test_a_table_that_fits_no_program_is_refused(rollout, said):
-    tree = {
-        "name": "run", "model": {"path": "m"}, "prompts": {"train": "t"},
-        "schedule": {"num_steps": 1}, "rollout": rollout,
-    }  # fmt: skip
     with pytest.raises(ConfigError) as refused:
-        job_file.validate(tree, source="job")
+        job_of(rollout=rollout)
     assert said in str(refused.value)
 
 
 def test_a_program_is_found_from_wherever_a_task_is_started(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tree = {
-        "name": "run", "model": {"path": "m"}, "prompts": {"train": "t"},
-        "schedule": {"num_steps": 1},
-        "rollout": {"environment": "program", "program": {"command": ["./agent", "{task}"]}},
-    }  # fmt: skip
-    config, _ = submit.resolve(job_file.validate(tree, source="job"))
+    command = ["./agent", "{task}"]
+    job = job_of(rollout__environment="program", rollout__program__command=command)
+    config, _ = submit.resolve(job)
     assert config.rollout.program.folder == tmp_path
 
 

@@ -6,13 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from relax_hpc.config.job_file import load
+from relax_hpc.data import tokenizer
+from relax_hpc.data.rows import TaskShare
 from relax_hpc.errors import ConfigError
-from relax_hpc.job_file import load
-from relax_hpc.paths import RunPaths
-from relax_hpc.prompts import tokenizer
-from relax_hpc.roles.rollout import check, prompt_check, row_check
+from relax_hpc.roles.role import ModelRank
+from relax_hpc.roles.rollout import check, prompt_check
+from relax_hpc.roles.rollout.row_gate import RowGate
 from relax_hpc.roles.sft import build as sft_task
 from relax_hpc.roles.sft import document_check
+from relax_hpc.roles.training import build as training
+from relax_hpc.runtime.paths import RunPaths
 
 GOOD = {"prompt": "1+1=", "answer": "2"}
 SFT = """
@@ -23,7 +27,14 @@ sft = {train = "train.jsonl", heldout = "heldout.jsonl", batch_size = 7, epochs 
 
 
 def write(name, records):
-    Path(name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    Path(name).write_text(
+        "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
+    )
+
+
+def sources_of(config):
+    files = prompt_check.read(config)
+    return prompt_check.sources_of(config, files, tokenizer.load(Path("model")))
 
 
 @pytest.fixture
@@ -36,13 +47,13 @@ def many(job):
 
 
 def test_tasks_look_at_different_prompts_and_together_at_all(many):
-    sources = prompt_check.sources_of(many, prompt_check.read(many), tokenizer.load(Path("model")))
+    sources = sources_of(many)
     [said] = prompt_check.check_sample(many, sources)
     assert "all are checked when the job starts" in said
     found = []
     for rank in range(4):
         try:
-            row_check.settle(many, RunPaths(Path("run")), sources, row_check.Share(rank, 4))
+            RowGate(many, RunPaths(Path("run")), sources, TaskShare(rank, 4)).settle()
         except ConfigError as error:
             found.append((rank, str(error)))
     [(rank, said)] = found
@@ -55,16 +66,10 @@ def test_check_says_where_the_answer_seems_to_be_in_the_prompt(job):
     given = [*asked, {"role": "assistant", "content": "2"}]
     write("train.jsonl", [{"prompt": each, "answer": "2"} for each in (asked, given, "1+1=")])
     config = load(Path("job.toml"))
-    sources = prompt_check.sources_of(
-        config, prompt_check.read(config), tokenizer.load(Path("model"))
-    )
-    [said] = prompt_check.check_sample(config, sources)
+    [said] = prompt_check.check_sample(config, sources_of(config))
     assert said.startswith("prompts.train: 1 of 3 prompts that were looked at end with what the as")
     write("train.jsonl", [{"prompt": asked, "answer": "2"}])
-    sources = prompt_check.sources_of(
-        config, prompt_check.read(config), tokenizer.load(Path("model"))
-    )
-    assert prompt_check.check_sample(config, sources) == []
+    assert prompt_check.check_sample(config, sources_of(config)) == []
 
 
 def test_check_says_where_there_are_fewer_rows_than_are_asked_for_at_once(job):
@@ -73,9 +78,7 @@ def test_check_says_where_there_are_fewer_rows_than_are_asked_for_at_once(job):
 
     def said(*settings):
         config = load(Path("job.toml"), [*settings])
-        files = prompt_check.read(config)
-        sources = prompt_check.sources_of(config, files, tokenizer.load(Path("model")))
-        return [*check.few_rows(config, sources)]
+        return [*check.few_rows(config, sources_of(config))]
 
     assert said("schedule.prompts_per_step=5", "eval.heldout.num_prompts=3") == []
     assert said("schedule.prompts_per_step=6", "eval.heldout.num_prompts=4") == [
@@ -87,17 +90,17 @@ def test_check_says_where_there_are_fewer_rows_than_are_asked_for_at_once(job):
 
 def test_a_share_is_measured_against_the_trainer_and_the_model(many):
     write("train.jsonl", [GOOD])
-    sources = prompt_check.sources_of(many, prompt_check.read(many), tokenizer.load(Path("model")))
-    paths, alone = RunPaths(Path("run")), row_check.Share(0, 1)
-    row_check.settle(many, paths, sources, alone)
+    sources = sources_of(many)
+    paths, alone = RunPaths(Path("run")), TaskShare(0, 1)
+    RowGate(many, paths, sources, alone).settle()
     short = load(Path("job.toml"), ["actor.tokens_per_micro_batch=100"])
     with pytest.raises(ConfigError, match=r"actor.tokens_per_micro_batch = 100: the longest prom"):
-        row_check.settle(short, paths, sources, alone)
+        RowGate(short, paths, sources, alone).settle()
 
 
 @pytest.fixture
 def documents(job):
-    Path("sft.toml").write_text(SFT)
+    Path("sft.toml").write_text(SFT, encoding="utf-8")
     records = [{"prompt": "1" * 30, "completion": "2"} for _ in range(3000)]
     write("heldout.jsonl", records[:3])
     records[1234] = {"prompt": "漢" * 29, "completion": "2"}
@@ -119,21 +122,18 @@ def test_of_many_documents_a_sample_is_checked_and_the_steps_are_counted_all_the
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_a_rank_that_finds_a_bad_document_ends_before_anything_is_trained(documents, rank):
-    class World:
-        size = 3
-
-    World.rank = rank
-
+def test_a_rank_that_finds_a_bad_document_ends_before_anything_is_trained(
+    documents, monkeypatch, rank
+):
     class BeyondTheCheckError(Exception):
         pass
 
     def device(local_rank, asked):
         raise BeyondTheCheckError
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sft_task, "own_device", device)
-        expected = ConfigError if rank == 1234 % 3 else BeyondTheCheckError
-        with pytest.raises(expected) as found:
-            sft_task.main(documents, None, World, SimpleNamespace(local_rank=0, gpus=0), None)
-        assert getattr(found.value, "is_final", False) == (expected is ConfigError)
+    monkeypatch.setattr(training, "own_device", device)
+    world, task = SimpleNamespace(size=3, rank=rank), SimpleNamespace(local_rank=0, gpus=0)
+    expected = ConfigError if rank == 1234 % 3 else BeyondTheCheckError
+    with pytest.raises(expected) as found:
+        sft_task.main(ModelRank(documents, None, world, task, None))
+    assert getattr(found.value, "is_final", False) == (expected is ConfigError)

@@ -1,4 +1,5 @@
-"""Who gets which weights: the real publisher over the `files` transport, fake engines."""
+"""Who gets which weights, and engines that sleep on the trainer's GPUs: the real publisher over the
+`files` transport, fake engines."""
 
 import threading
 import time
@@ -9,22 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from relax_hpc.comm.bucket import BucketPlan, Spec
-from relax_hpc.comm.orders import Receipt
-from relax_hpc.comm.world import SoloWorld
 from relax_hpc.config.rollout import WeightsConfig
-from relax_hpc.errors import EngineError, FencedError
-from relax_hpc.fleet import members
-from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.register import Register
-from relax_hpc.fleet.roster import Roster, RosterEntry
-from relax_hpc.paths import RunPaths
-from relax_hpc.weights.exchange import MemberError
+from relax_hpc.errors import EngineError, FencedError, PeerTimeoutError, SnapshotError
+from relax_hpc.inference import members
+from relax_hpc.inference.members import EngineRegistry, Member, Roster, RosterEntry
+from relax_hpc.runtime.comm.bucket import BucketPlan, Spec
+from relax_hpc.runtime.comm.orders import Receipt
+from relax_hpc.runtime.comm.world import SoloWorld
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.weights import publish, same_gpu
 from relax_hpc.weights.publish import Publisher
-from relax_hpc.weights.ranks import TrainerRanks
+from relax_hpc.weights.same_gpu import Sleep
 from relax_hpc.weights.snapshot import SnapshotWriter
-from relax_hpc.weights.transport import behind
-from relax_hpc.weights.verify import Sent, compare
+from relax_hpc.weights.transport import MemberError, SentDigests, TrainerRanks, behind, compare
 
 
 class FakeEngine:
@@ -62,54 +60,55 @@ class FakeEngine:
         self.calls.append(f"v{version}")
 
 
+class House:
+    """A publisher of two members, their engines, and a way to announce them."""
+
+    def __init__(self, folder):
+        self.engines, self.paths, self.model = {}, RunPaths(folder / "run"), folder / "model"
+        self.model.mkdir()
+        (self.model / "config.json").write_text("{}")
+
+    def publisher(self, *, timeout_s=300, waits_for_loads=True):
+        specs, world = [Spec("w", torch.float32, ())], SoloWorld()
+        snapshots = SnapshotWriter(self.paths.weights, specs, world, self.model)
+        self.register = EngineRegistry(
+            self.paths,
+            lambda: ["rollout-0", "rollout-1"],
+            lambda member: self.engines[member.id, member.start],
+        )
+        return Publisher(
+            WeightsConfig(timeout_s=timeout_s), self.register, BucketPlan.of(specs, 1 << 30),
+            device=torch.device("cpu"), ranks=TrainerRanks(world, snapshots, {}),
+            waits_for_loads=waits_for_loads,
+        )  # fmt: skip
+
+    def holds(self, member):
+        entry = Roster.read(self.paths).members[member]
+        return entry.state, entry.version
+
+    def wait_for(self, member, *state):
+        deadline = time.monotonic() + 30
+        while self.holds(member) != state:
+            assert time.monotonic() < deadline, self.holds(member)
+            time.sleep(0.01)
+
+    @property
+    def snapshots(self):
+        return sorted(path.name[:7] for path in self.paths.weights.iterdir())
+
+    def announce(self, member, start, state="HEALTHY"):
+        record = Member(member, start, "", 1, "embedded", state, transport="files")
+        members.announce(self.paths, record)
+
+    def start(self, member, start="1", version=0):
+        self.engines[member, start] = FakeEngine(version)
+        self.announce(member, start)
+        return self.engines[member, start]
+
+
 @pytest.fixture
 def house(tmp_path):
-    """A publisher of two members, their engines, and a way to announce them."""
-    model, paths = tmp_path / "model", RunPaths(tmp_path / "run")
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    engines = {}
-
-    class House:
-        def __init__(self):
-            self.engines, self.paths = engines, paths
-
-        def publisher(self, *, timeout_s=300, waits_for_loads=True):
-            specs, world = [Spec("w", torch.float32, ())], SoloWorld()
-            return Publisher(
-                WeightsConfig(timeout_s=timeout_s),
-                Register(
-                    paths,
-                    lambda: ["rollout-0", "rollout-1"],
-                    lambda member: engines[member.id, member.start],
-                ),
-                BucketPlan.of(specs, 1 << 30),
-                device=torch.device("cpu"),
-                ranks=TrainerRanks(world, SnapshotWriter(paths.weights, specs, world, model), {}),
-                waits_for_loads=waits_for_loads,
-            )
-
-        def holds(self, member):
-            entry = Roster.read(paths).members[member]
-            return entry.state, entry.version
-
-        def wait_for(self, member, *state):
-            deadline = time.monotonic() + 30
-            while self.holds(member) != state:
-                assert time.monotonic() < deadline, self.holds(member)
-                time.sleep(0.01)
-
-        @property
-        def snapshots(self):
-            return sorted(path.name[:7] for path in paths.weights.iterdir())
-
-        def start(self, member, start="1", version=0):
-            engines[member, start] = FakeEngine(version)
-            record = Member(member, start, "", 1, "embedded", "HEALTHY", transport="files")
-            members.announce(paths, record)
-            return engines[member, start]
-
-    return House()
+    return House(tmp_path)
 
 
 def weights(value):
@@ -183,13 +182,41 @@ def test_engines_do_not_go_back_when_a_trainer_resumes_from_an_older_checkpoint(
     assert resumed.publish(13, weights(13)).members == ["rollout-0"]
 
 
-def test_after_a_trainer_died_in_an_update_every_engine_is_given_weights_again(house):
-    engine = house.start("rollout-0", version=12)
-    torn = RosterEntry("1", None, "SYNCING")
-    Roster(13, members={"rollout-0": torn}).write(house.paths)
+def test_after_a_trainer_died_in_an_update_no_engine_gets_an_older_policy_in_place(house):
+    """G3: requests that stand in it are of batches whose tokens may not be that old."""
+    # What a torn one says that it holds, nobody can rely on.
+    torn, whole = house.start("rollout-0", version=9), house.start("rollout-1", version=12)
+    last = {
+        "rollout-0": RosterEntry("1", None, "SYNCING"),
+        "rollout-1": RosterEntry("1", 12, "ACTIVE"),
+    }
+    Roster(12, last).write(house.paths)
     resumed = house.publisher()
-    assert resumed.publish(10, weights(10)).members == ["rollout-0"]
-    assert engine.calls == ["pause", "v10", "resume"]
+    assert resumed.publish(10, weights(10)).members == []
+    assert (torn.calls, whole.calls) == ([], [])
+    # Its owner reads that it is fenced; of the other one nothing has changed.
+    said = Roster.read(house.paths)
+    assert (said.version, said.members["rollout-1"]) == (12, last["rollout-1"])
+    assert (said.members["rollout-0"].state, said.serves("rollout-1", "1")) == ("FENCED", True)
+    # A trainer that dies before the owner has read it changes nothing about that.
+    second = house.publisher()
+    assert second.publish(10, weights(10)).members == [] and torn.calls == []
+    again = house.start("rollout-0", start="2")
+    assert second.publish(11, weights(11)).members == ["rollout-0"]
+    assert (again.calls, whole.calls) == (["pause", "v11", "resume"], [])
+    assert second.publish(12, weights(12)).members == ["rollout-0", "rollout-1"]
+
+
+def test_a_trainer_that_was_taken_over_from_fences_nobody(house):
+    house.start("rollout-0", version=12)
+    Roster(13, {"rollout-0": RosterEntry("1", None, "SYNCING")}).write(house.paths)
+
+    def check_fenced():
+        raise FencedError("another trainer took over")
+
+    with pytest.raises(FencedError):
+        house.publisher().publish(10, weights(10), check_fenced=check_fenced)
+    assert house.holds("rollout-0") == ("SYNCING", None)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +234,7 @@ def test_an_engine_holds_what_was_sent_if_every_rank_received_it_and_has_it(rank
     silent = Member("c", "1", "", 1, "embedded", "HEALTHY")
     receipts = {member: ranks, other: [Receipt(fingerprints=[5, 6])]}
     engines = {it: FakeEngine() for it in (member, other, silent)}
-    found = compare(engines, Sent([5, 6], "x"), receipts)
+    found = compare(engines, SentDigests([5, 6], "x"), receipts)
     assert found.equal == (held is None)
     assert found.members["c"] == "x"
     assert found.trainer == f"{found.members['b']} x"
@@ -215,7 +242,7 @@ def test_an_engine_holds_what_was_sent_if_every_rank_received_it_and_has_it(rank
         assert found.members["a"] == found.members["b"]
     else:
         assert found.members["a"].startswith(held) and found.members["a"] != found.members["b"]
-    assert not compare({silent: FakeEngine()}, Sent([], "y"), {}).equal
+    assert not compare({silent: FakeEngine()}, SentDigests([], "y"), {}).equal
 
 
 def test_a_dead_engine_is_left_out_without_waiting_for_it(house):
@@ -265,7 +292,7 @@ def test_versions_go_on_while_one_loads_and_it_skips_to_the_newest_when_it_is_do
     assert not publisher.wait_for_loads()
     assert slow.calls == ["pause", "v1", "resume", "pause", "v5", "resume"]
     assert (slow.weight, fast.weight, fast.calls.count("v5")) == (5, 5, 1)
-    ended = [(each.member.id, each.version, each.reason) for each in publisher.ended_loads()]
+    ended = [(each.member.id, each.version, each.reason) for each in publisher.take_ended_loads()]
     others = [("rollout-0", version, "") for version in range(1, 6)]
     assert ended == [*others, ("rollout-1", 1, ""), ("rollout-1", 5, "")]
     publisher.publish(6, weights(6))
@@ -281,12 +308,12 @@ def test_what_goes_wrong_in_the_thread_of_a_load_ends_who_looks_for_its_end(hous
     def full(register):
         raise PermissionError(13, "Permission denied", "weights.json")
 
-    monkeypatch.setattr(Register, "write", full)
+    monkeypatch.setattr(EngineRegistry, "write", full)
     house.engines["rollout-0", "1"].gate.set()
     with pytest.raises(PermissionError, match=r"weights\.json"):
         publisher.wait_for_loads()
     with pytest.raises(PermissionError):
-        publisher.ended_loads()
+        publisher.take_ended_loads()
 
 
 def test_a_load_that_fails_or_takes_too_long_fences_its_engine_and_nobody_waits_for_it(house):
@@ -298,15 +325,228 @@ def test_a_load_that_fails_or_takes_too_long_fences_its_engine_and_nobody_waits_
     house.wait_for("rollout-0", "FENCED", None)
     assert not publisher.wait_for_loads()
     assert house.holds("rollout-1") == ("FENCED", None)
-    reasons = {each.member.id: each.reason for each in publisher.ended_loads()}
+    reasons = {each.member.id: each.reason for each in publisher.take_ended_loads()}
     assert reasons == {"rollout-0": "broken", "rollout-1": "has not loaded v1 within 2 s"}
     slow.gate.set()
     while slow.calls != ["pause", "v1", "resume"]:
         time.sleep(0.01)
-    assert publisher.ended_loads() == []  # too late
+    assert publisher.take_ended_loads() == []  # too late
     assert house.holds("rollout-1") == ("FENCED", None)
     house.start("rollout-1", start="2")
     assert publisher.has_newcomers(every_s=0)
     assert publisher.publish(1, weights(1)).loading == ["rollout-1"]
     assert not publisher.wait_for_loads()
     assert house.holds("rollout-1") == ("ACTIVE", 1)
+
+
+def test_a_failure_after_one_that_was_mended_is_given_its_own_time(house, monkeypatch):
+    """Snapshots failed long ago, then worked: the next failure is let be like the first."""
+    house.start("rollout-0")
+    publisher, write = house.publisher(timeout_s=60), TrainerRanks.write_snapshot
+    monkeypatch.setattr(publish, "RETRY_S", 0.0)
+
+    def fails(*args, **kwargs):
+        raise SnapshotError("the disk is full")
+
+    monkeypatch.setattr(TrainerRanks, "write_snapshot", fails)
+    assert publisher.publish(1, weights(1)).error == "the disk is full"
+    publisher._failing_since = {way: at - 1000 for way, at in publisher._failing_since.items()}
+    monkeypatch.setattr(TrainerRanks, "write_snapshot", write)
+    assert publisher.publish(2, weights(2)).members == ["rollout-0"]
+    monkeypatch.setattr(TrainerRanks, "write_snapshot", fails)
+    assert publisher.publish(3, weights(3)).error == "the disk is full"
+    publisher._failing_since = {way: at - 1000 for way, at in publisher._failing_since.items()}
+    with pytest.raises(SnapshotError, match="the disk is full"):
+        publisher.publish(4, weights(4))
+
+
+ATTEMPT = "17.0"
+
+
+class FakeSleeper(FakeEngine):
+    """Has requests that end when they are aborted, unless it is stubborn."""
+
+    def __init__(self, requests=0, *, stubborn=False):
+        super().__init__()
+        self.requests, self.stubborn = requests, stubborn
+
+    def num_requests(self):
+        if not self.alive:
+            raise EngineError("no answer")
+        return self.requests
+
+    def abort_all(self):
+        self.calls.append("abort")
+        self.requests = self.requests if self.stubborn else 0
+
+    def release_memory(self, tags):
+        self.calls.append(f"release {' '.join(tags)}")
+
+    def resume_memory(self, tags):
+        self.calls.append(f"take {' '.join(tags)}")
+
+
+class SleepingHouse(House):
+    """And the parts of trainers that follow each other."""
+
+    def trainer(self, attempt=ATTEMPT, start_timeout_s=0.5):
+        publisher = self.publisher()
+        asleep = Sleep(self.register, attempt, timeout_s=1, start_timeout_s=start_timeout_s)
+        return asleep, publisher
+
+    def begin(self, member="rollout-0", **how):
+        engine = self.engines[member, f"{ATTEMPT}-1-1"] = FakeSleeper(**how)
+        self.say(member, "HEALTHY")
+        return engine
+
+    def say(self, member, state, start=1):
+        self.announce(member, f"{ATTEMPT}-1-{start}", state)
+
+    def state(self, member):
+        return self.holds(member)[0]
+
+
+@pytest.fixture
+def beds(tmp_path, monkeypatch):
+    monkeypatch.setattr(same_gpu, "NOTICE_S", 0.2)
+    return SleepingHouse(tmp_path)
+
+
+def test_memory_is_given_back_and_taken_again_before_weights_are_loaded(beds):
+    engine = beds.begin()
+    asleep, publisher = beds.trainer()
+    asleep.fall_asleep()
+    assert engine.calls == ["pause", "release weights kv_cache"]
+    assert beds.state("rollout-0") == "ASLEEP"
+    assert not members.is_with_engines(beds.paths, ATTEMPT)
+    engine.calls.clear()
+    asleep.wake()
+    assert members.is_with_engines(beds.paths, ATTEMPT)
+    assert publisher.publish(3, weights(7)).members == ["rollout-0"]
+    assert engine.calls == ["take weights", "take kv_cache", "pause", "v3", "resume"]
+    assert Roster.read(beds.paths).serves("rollout-0", f"{ATTEMPT}-1-1")
+
+
+def test_an_engine_is_not_asked_to_release_twice(beds):
+    engine = beds.begin()
+    asleep, _ = beds.trainer()
+    asleep.fall_asleep()
+    asleep.fall_asleep()
+    assert engine.calls.count("release weights kv_cache") == 1
+
+
+def test_what_an_engine_still_has_to_do_is_handed_back_first(beds):
+    engine = beds.begin(requests=2)
+    beds.trainer()[0].fall_asleep()
+    assert engine.calls == ["abort", "pause", "release weights kv_cache"]
+
+
+def test_who_asks_while_an_engine_is_paused_is_handed_back_too(beds):
+    """It was idle when it was looked at, and a client had not noticed yet that it is to sleep."""
+
+    class Asked(FakeSleeper):
+        late = 3
+
+        def pause(self):
+            super().pause()
+            self.requests, self.late = self.late, 0
+
+        def release_memory(self, tags):
+            assert not self.requests, "only an idle engine releases memory"
+            super().release_memory(tags)
+
+    beds.begin()
+    engine = beds.engines["rollout-0", f"{ATTEMPT}-1-1"] = Asked()
+    asleep, _ = beds.trainer()
+    asleep.fall_asleep()
+    assert engine.calls[:4] == ["pause", "resume", "abort", "pause"]
+    assert engine.calls[4].startswith("release")
+
+
+def test_an_engine_that_does_not_stop_is_fenced_and_named_until_its_owner_ends_it(beds):
+    beds.begin(requests=2, stubborn=True)
+    with pytest.raises(PeerTimeoutError, match=r"not ended within 0\.5 s: rollout-0"):
+        beds.trainer()[0].fall_asleep()
+    assert beds.state("rollout-0") == "FENCED"
+    reason = Roster.read(beds.paths).members["rollout-0"].reason
+    assert "2 requests still run" in reason
+    beds.say("rollout-0", "WAITING", start=2)
+    asleep, _ = beds.trainer()
+    asleep.fall_asleep()  # nobody has memory any more
+
+
+def test_an_engine_that_starts_is_waited_for_and_named(beds):
+    beds.say("rollout-1", "STARTING")
+    with pytest.raises(PeerTimeoutError, match=r"still starting after 0\.5 s.*rollout-1"):
+        beds.trainer()[0].fall_asleep()
+    beds.say("rollout-1", "WAITING")
+    beds.trainer()[0].fall_asleep()
+
+
+def test_the_trainer_that_follows_wakes_who_sleeps_and_gives_it_weights_although_they_are_older(
+    beds,
+):
+    engine = beds.begin()
+    asleep, publisher = beds.trainer()
+    publisher.publish(12, weights(12))
+    asleep.fall_asleep()
+    asleep, publisher = beds.trainer()
+    asleep.fall_asleep()
+    engine.calls.clear()
+    asleep.wake()
+    assert publisher.publish(10, weights(10)).members == ["rollout-0"]
+    assert engine.calls == ["take weights", "take kv_cache", "pause", "v10", "resume"]
+
+
+def test_an_engine_whose_trainer_died_while_it_fell_asleep_is_fenced(beds):
+    engine = beds.begin()
+    asleep, _ = beds.trainer()
+    asleep._register.note(members.find(beds.paths, "rollout-0"), "SYNCING")
+    asleep._register.write()
+    follower, _ = beds.trainer()
+    with pytest.raises(PeerTimeoutError, match="rollout-0"):
+        follower.fall_asleep()
+    assert beds.state("rollout-0") == "FENCED"
+    assert engine.calls == []
+
+
+def test_a_fenced_engine_whose_task_died_is_waited_for_as_long_as_a_start_may_take(beds):
+    """The task is started again, and reads its data, before it says anything of its engine."""
+    beds.begin().alive = False
+    asleep, _ = beds.trainer(start_timeout_s=60)
+    again = threading.Timer(1, beds.say, ("rollout-0", "WAITING"), {"start": 2})
+    again.start()
+    asleep.fall_asleep()
+    again.join()
+    assert members.find(beds.paths, "rollout-0").state == "WAITING"
+
+
+def test_an_engine_of_an_attempt_that_slurm_ended_while_it_fell_asleep_is_not_waited_for(beds):
+    """Its owner says something new only once it has read its data again, which may take long."""
+    beds.begin()
+    asleep, _ = beds.trainer()
+    asleep._register.note(members.find(beds.paths, "rollout-0"), "SYNCING")
+    asleep._register.write()
+    beds.trainer(attempt="17.1")[0].fall_asleep()
+    assert not members.is_with_engines(beds.paths, "17.1")
+
+
+def test_an_engine_that_does_not_wake_is_fenced_and_the_other_goes_on(beds):
+    bad = beds.begin()
+    beds.begin("rollout-1")
+    asleep, publisher = beds.trainer()
+    asleep.fall_asleep()
+
+    def refuse(tags):
+        raise EngineError("out of memory")
+
+    bad.resume_memory = refuse
+    published = publisher.publish(1, weights(1))
+    assert (published.members, published.fenced) == (["rollout-1"], ["rollout-0"])
+    assert bad.calls[-1] == "release weights kv_cache"
+
+
+def test_a_lease_of_an_earlier_attempt_lets_nobody_start(beds):
+    members.give(beds.paths, "17.0", "engines")
+    assert members.is_with_engines(beds.paths, "17.0")
+    assert not members.is_with_engines(beds.paths, "17.1")

@@ -5,15 +5,15 @@ import math
 from contextlib import nullcontext
 
 import pytest
+from job_trees import job_of
 from llama_configs import CONFIGS
 
-from relax_hpc.config.run import RunConfig
-from relax_hpc.engines.megatron.flops import training_flops
+from relax_hpc.config.hf_config import ConfigJson
 from relax_hpc.errors import ConfigError
-from relax_hpc.models import fields
-from relax_hpc.models.config_json import ConfigJson
-from relax_hpc.models.registry import parameters, read_architecture
 from relax_hpc.roles.training.check import check_window
+from relax_hpc.trainer.megatron.costs import training_flops
+from relax_hpc.trainer.models import fields
+from relax_hpc.trainer.models.registry import parameters, read_architecture
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -42,15 +42,8 @@ def test_a_reference_with_a_window_that_is_shorter_than_a_row_is_refused(tmp_pat
         text = json.dumps(record | {"sliding_window": window})
         (tmp_path / name / "config.json").write_text(text)
     for budget, fits in ((4096, True), (4097, False)):
-        config = RunConfig.model_validate(
-            {
-                "name": "test",
-                "model": {"path": str(tmp_path / "policy")},
-                "prompts": {"train": "unused"},
-                "schedule": {"num_steps": 1},
-                "actor": {"tokens_per_micro_batch": budget},
-            }
-        )
+        policy = str(tmp_path / "policy")
+        config = job_of(model__path=policy, actor__tokens_per_micro_batch=budget)
         said = r"reference\.path = .*: has a sliding window of 4096 .* may have 4097 tokens; use "
         with nullcontext() if fits else pytest.raises(ConfigError, match=said):
             found, shape = (read_architecture(tmp_path / n) for n in ("reference", "policy"))

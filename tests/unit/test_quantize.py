@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from job_trees import job_of
 
-from relax_hpc.comm.bucket import BucketPlan, Spec, views
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.job_file import validate
-from relax_hpc.models.architecture import Architecture, Audio, Experts
-from relax_hpc.models.rotary.rope import Rope
-from relax_hpc.roles.engine import quantized
+from relax_hpc.roles.engine import check
+from relax_hpc.runtime.comm.bucket import BucketPlan, Spec, views
+from relax_hpc.trainer.models.architecture import Architecture, AudioArchitecture, MoeArchitecture
+from relax_hpc.trainer.models.rope import Rope
 from relax_hpc.weights.quantize import QuantizedGather, Quantizer, quantize
 
 FP8 = torch.float8_e4m3fn
@@ -186,15 +186,8 @@ def test_buckets_are_gathered_plain_and_leave_quantised_at_half_the_size(bucket_
 
 
 def job(**tables):
-    tree = {
-        "name": "run",
-        "model": {"path": "model", "dtype": "bfloat16"},
-        "prompts": {"train": "t"},
-        "schedule": {"num_steps": 9},
-        "engines": {"rollout": {"kind": "sglang", "args": {"tp_size": 2}}},
-        "weights": {"quantize": "fp8"},
-    }
-    return validate({**tree, **tables}, source="test")
+    engines = {"rollout": {"kind": "sglang", "args": {"tp_size": 2}}}
+    return job_of(**{"engines": engines, "weights__quantize": "fp8"} | tables)
 
 
 SHAPE = Architecture(
@@ -204,15 +197,15 @@ SHAPE = Architecture(
 )  # fmt: skip
 
 
-def weights(**settings):
+def fp8(**settings):
     return {"quantize": "fp8", **settings}
 
 
 def test_a_job_whose_engines_can_take_it_is_left_alone():
-    quantized.check(job(), SHAPE)
+    check.check_quantized(job(), SHAPE)
     kept = ["model.layers.0", "lm_head", "mlp.experts", "gate_proj", "up_proj"]
-    quantized.check(job(weights=weights(modules_to_not_convert=kept)), SHAPE)
-    quantized.check(job(weights={}), SHAPE)
+    check.check_quantized(job(weights=fp8(modules_to_not_convert=kept)), SHAPE)
+    check.check_quantized(job(weights={}), SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -233,24 +226,26 @@ def test_a_job_whose_engines_can_take_it_is_left_alone():
             "nothing is converted; set weights.quantize",
         ),
         (
-            {"weights": weights(modules_to_not_convert=["model.layers.1.self_attn.q_proj"])},
+            {"weights": fp8(modules_to_not_convert=["model.layers.1.self_attn.q_proj"])},
             "in one matrix with model.layers.1.self_attn.k_proj, model.layers.1.self_attn.v_proj",
         ),
         (
-            {"weights": weights(modules_to_not_convert=["layers.0.mlp.experts.7"])},
+            {"weights": fp8(modules_to_not_convert=["layers.0.mlp.experts.7"])},
             "the experts of a layer are converted together",
         ),
     ],
 )
 def test_what_engines_cannot_take_is_refused_before_anything_is_queued(tables, message):
     with pytest.raises(ConfigError) as refused:
-        quantized.check(job(**tables), SHAPE)
+        check.check_quantized(job(**tables), SHAPE)
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize("sense", [{"audio": Audio(1, 8, 8, 1, 8, 1, 1, 8)}, {"vision": True}])
+@pytest.mark.parametrize(
+    "sense", [{"audio": AudioArchitecture(1, 8, 8, 1, 8, 1, 1, 8)}, {"vision": True}]
+)
 def test_towers_are_sent_as_they_are(sense):
-    quantized.check(job(), replace(SHAPE, **sense))
+    check.check_quantized(job(), replace(SHAPE, **sense))
     quantizer = Quantizer(WeightsConfig(quantize="fp8"))
     for name in (
         "thinker.audio_tower.layers.0.self_attn.q_proj.weight",
@@ -264,12 +259,12 @@ def test_towers_are_sent_as_they_are(sense):
 def test_experts_are_cut_by_the_ranks_that_share_one():
     shape = SimpleNamespace(
         num_heads=8, num_kv_heads=4, head_dim=128, num_layers=2, ffn_hidden_size=1,
-        experts=Experts(8, 2, 192, True, (0, 1)), vision=None, audio=None,
+        experts=MoeArchitecture(8, 2, 192, True, (0, 1)), vision=None, audio=None,
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"has 96 rows of an expert's gate_proj"):
-        quantized.check(job(), shape)
+        check.check_quantized(job(), shape)
     args = {"tp_size": 2, "ep_size": 2}
     with pytest.raises(ConfigError, match="has 192 rows"):
-        quantized.check(job(engines={"rollout": {"kind": "sglang", "args": args}}), shape)
-    shape.experts = Experts(8, 2, 384, True, (0, 1))
-    quantized.check(job(engines={"rollout": {"kind": "sglang", "args": args}}), shape)
+        check.check_quantized(job(engines={"rollout": {"kind": "sglang", "args": args}}), shape)
+    shape.experts = MoeArchitecture(8, 2, 384, True, (0, 1))
+    check.check_quantized(job(engines={"rollout": {"kind": "sglang", "args": args}}), shape)

@@ -8,17 +8,17 @@ import fake_slurm
 import pytest
 from bus_fixtures import produce
 from bus_steps import plan
+from job_trees import job_of
 from test_first_hour import write_steps
 
 from relax_hpc.bus import layout
 from relax_hpc.errors import BusError
-from relax_hpc.fleet import members
-from relax_hpc.fleet.members import Member
-from relax_hpc.job_file import validate
+from relax_hpc.inference import members
+from relax_hpc.inference.members import Member
 from relax_hpc.launch import states
-from relax_hpc.paths import RunPaths
-from relax_hpc.runs import quiet, report, status, watching
-from relax_hpc.runs.watching import Watch
+from relax_hpc.runs import report, status
+from relax_hpc.runs.status import Watch
+from relax_hpc.runtime.paths import RunPaths
 
 
 @pytest.fixture
@@ -29,20 +29,19 @@ def run(tmp_path, monkeypatch):
 
 def job(run, count=1, **sections):
     """Makes it a job of that many engines, and of batches of 4 x 2 responses."""
-    tree = {
-        "name": "run", "run_root": str(run.run_dir.parent), "model": {"path": "model"},
-        "prompts": {"train": "t"}, "schedule": {"num_steps": 30, "prompts_per_step": 4},
-        "rollout": {"samples_per_prompt": 2}, "engines": {"rollout": {"count": count}},
-    }  # fmt: skip
+    made = job_of(
+        run_root=str(run.run_dir.parent), schedule={"num_steps": 30, "prompts_per_step": 4},
+        rollout__samples_per_prompt=2, engines__rollout__count=count, **sections,
+    )  # fmt: skip
     paths = RunPaths(run.run_dir)
-    paths.config.write_text(validate(tree | sections, source="test").model_dump_json())
+    paths.config.write_text(made.model_dump_json())
     layout.create(paths.bus, [f"rollout-{rank}" for rank in range(count)], {})
     run.says("7+0|RUNNING", "7+1|RUNNING")
     return paths
 
 
 def said(paths):
-    return quiet.at_work(paths.root, Watch(paths.root))
+    return report.at_work(paths.root, Watch(paths.root))
 
 
 def announce(paths, name, state="STARTING", reason=""):
@@ -126,15 +125,15 @@ def test_a_run_that_tells_nothing_says_every_25_s_what_it_is_at_and_no_more(run,
             run.leaves(0)
             run.says("7+0|COMPLETED", "7+1|COMPLETED")
 
-    def collect(*given, **named):
+    def judge(*given):
         looks.append(now[0])
         now[0] += 3.0 if len(looks) == 2 else 0.0
-        return whole(*given, **named)
+        return whole(*given)
 
-    whole = status.collect
-    monkeypatch.setattr(quiet.status, "collect", collect)
+    whole = status.judge
+    monkeypatch.setattr(status, "judge", judge)
     clock = SimpleNamespace(sleep=sleep, monotonic=lambda: now[0])
-    for module in (report, quiet, watching):
+    for module in (report, status):
         monkeypatch.setattr(module, "time", clock)
     assert list(report.progress(paths.root)) == [
         "engine rollout-0 starting; batch 1: 0 of 8 responses",
@@ -146,22 +145,34 @@ def test_a_run_that_tells_nothing_says_every_25_s_what_it_is_at_and_no_more(run,
     assert looks == [25.0, 65.0, 98.0]
 
 
+def test_what_is_said_again_and_again_comes_after_pauses_that_double(run, monkeypatch):  # U13
+    paths, now = job(run), [0.0]
+    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(report, "at_work", lambda *_: "0 of 150 steps")
+    following, said = report.Quiet(paths.root, Watch(paths.root)), []
+    for now[0] in range(400):
+        said += [now[0]] * bool(following.line())
+        if now[0] == 300:
+            following.end()  # there was news
+    assert said == [25, 50, 100, 200, 325, 350]
+
+
 def test_what_cannot_be_looked_at_is_no_end_of_following(run, monkeypatch):
     paths = job(run)
 
     def refuse(*_, **__):
         raise BusError("torn")
 
-    monkeypatch.setattr(quiet.status, "collect", refuse)
-    monkeypatch.setattr(quiet, "EVERY_S", 0.0)
-    assert quiet.Quiet(paths.root, Watch(paths.root)).line() == ""
+    monkeypatch.setattr(status, "judge", refuse)
+    monkeypatch.setattr(report, "EVERY_S", 0.0)
+    assert report.Quiet(paths.root, Watch(paths.root)).line() == ""
 
 
 def test_a_supervised_run_says_its_steps(run):
-    tree = {"name": "run", "run_root": str(run.run_dir.parent), "model": {"path": "model"},
-            "sft": {"train": "t", "num_steps": 7, "batch_size": 1}}  # fmt: skip
+    sft = {"train": "t", "num_steps": 7, "batch_size": 1}
+    made = job_of(run_root=str(run.run_dir.parent), prompts=None, schedule=None, sft=sft)
     paths = RunPaths(run.run_dir)
-    paths.config.write_text(validate(tree, source="test").model_dump_json())
+    paths.config.write_text(made.model_dump_json())
     run.says("7+0|RUNNING", "7+1|RUNNING")
     write_steps(paths.root, {"step": 3})
     assert said(paths) == "3 of 7 steps"

@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from relax_hpc.comm.broadcast import BroadcastGroup
-from relax_hpc.comm.bucket import BucketPlan, Spec
-from relax_hpc.comm.orders import PLAN, Order, Receipt, abort_key, key_of
-from relax_hpc.comm.patience import GIVEN_UP
-from relax_hpc.comm.torch_store import open_store
-from relax_hpc.engines.sglang import receive
+from relax_hpc.inference.sglang import receive
+from relax_hpc.runtime.comm.bucket import BucketPlan, Spec
+from relax_hpc.runtime.comm.orders import GIVEN_UP, PLAN, Order, Receipt, abort_key, key_of
+from relax_hpc.runtime.comm.torch_group import BroadcastGroup, open_store
 
 SPECS = [Spec("a", torch.float32, (2, 3)), Spec("b", torch.float32, (4,))]
 
@@ -57,7 +55,7 @@ class Trainer:
         return receive._receivers[self.name].source
 
     def has_ended(self):
-        return self.group._shelf.check([abort_key(self.serial)])
+        return self.group.raw.check([abort_key(self.serial)])
 
     def end(self):
         self.group.put(abort_key(self.serial), "")
@@ -160,3 +158,16 @@ def test_nothing_is_read_back_from_a_gpu_that_waits_for_a_peer(monkeypatch):
     monkeypatch.setattr(receive, "let_step_end", lambda: None)
     monkeypatch.setattr(receive, "fingerprint", lambda flat: pytest.fail("it was read"))
     assert trainer.give(model, "check", [torch.ones(6), torch.ones(4)]).endswith(GIVEN_UP)
+
+
+def test_features_of_media_are_forgotten_with_the_weights_that_made_them(monkeypatch):
+    """After the weights are in place, and before the trainer hears of it and requests go on."""
+    model, trainer, journal = Model(), Trainer(BucketPlan.of(SPECS, 24)), []
+    monkeypatch.setattr(receive, "num_sampled", dict)
+    monkeypatch.setattr(receive, "forget", lambda: journal.append(("forgotten", model.b[0].item())))
+    tell = receive._tell
+    monkeypatch.setattr(receive, "_tell", lambda *told: (journal.append(("told",)), tell(*told)))
+    assert trainer.give(model, "learn") == ""
+    journal.clear()
+    assert trainer.give(model, "receive", [torch.ones(6), 7 * torch.ones(4)]) == ""
+    assert journal == [("forgotten", 7.0), ("told",)]

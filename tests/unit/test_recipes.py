@@ -13,14 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from relax_hpc.bench.shapes import SHAPES
+from relax_hpc.cli.bench.shapes import SHAPES
+from relax_hpc.cli.demo import models as demo
+from relax_hpc.cli.demo import tasks
 from relax_hpc.cli.main import app
-from relax_hpc.demo import hearing, programs, seeing, shapes, tones
+from relax_hpc.cli.prepare import Made, prepare
+from relax_hpc.environments.rewards.functions import code
+from relax_hpc.environments.rewards.sandbox import ProgramLimits, run
 from relax_hpc.errors import ConfigError
-from relax_hpc.models import registry
-from relax_hpc.preparation.prepare import Made, prepare
-from relax_hpc.rewards import unit_tests
-from relax_hpc.rewards.sandbox import Limits, run
+from relax_hpc.trainer.models import registry
 
 JOBS = Path(__file__).parents[2] / "jobs"
 OF_MEDIA = {*JOBS.glob("qwen3-vl-*.toml"), *JOBS.glob("qwen3-omni-*.toml")}
@@ -107,11 +108,25 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def rows_of(folder, text, name="deepcoder"):
+    """All rows that are made of these."""
+    source = folder.with_suffix(".jsonl")
+    source.write_text(text, encoding="utf-8")
+    prepared(name, source, folder)
+    return [row for part in ("train", "heldout") for row in lines(folder / f"{part}.jsonl")]
+
+
 def shape_of(job):
     return next(shape for shape in SHAPES if job.stem.startswith(shape))
 
 
 # ---------------------------------------------------------------- jobs
+
+
+def passes(job, overrides):
+    options = [f"--set={key}={value}" for key, value in overrides.items()]
+    answer = CliRunner().invoke(app, ["check", str(job), "--local", *options])
+    assert answer.exit_code == 0, f"{answer.output}\n{answer.exception}"
 
 
 @pytest.mark.parametrize("job", RECIPES, ids=lambda job: job.stem)
@@ -125,9 +140,7 @@ def test_every_recipe_passes_check_with_a_model_of_its_shape(job, models, prompt
     }
     if "distill" in job.stem:
         overrides["teachers.large.path"] = models["qwen3-30b-a3b"]
-    options = [f"--set={key}={value}" for key, value in overrides.items()]
-    answer = CliRunner().invoke(app, ["check", str(job), "--local", *options])
-    assert answer.exit_code == 0, f"{answer.output}\n{answer.exception}"
+    passes(job, overrides)
 
 
 @pytest.mark.parametrize("job", STAND_INS, ids=lambda job: job.stem)
@@ -138,34 +151,30 @@ def test_every_job_for_two_cores_passes_check(job, tiny_model, prompts, tmp_path
         overrides["teachers.sums.path"] = tiny_model
     row = {"prompt": "1+1=", "answer": "2", "completion": "\\boxed{2}"}
     if 'name = "code"\nworkers' in text:
-        programs.write(tmp_path, 1, 1, seed=0)
+        tasks.write_programs(tmp_path, 1, 1, seed=0)
         row = json.loads((tmp_path / "train.jsonl").read_text())
     if "tiny-vl" in text:
-        tokens = seeing.tokenizer()
+        tokens = demo.seeing_tokenizer()
         kind = "vl-moe" if "tiny-vl-moe" in text else "vl"
-        seeing.save(tmp_path / "seer", seeing.model(kind, tokens, seed=0), tokens)
-        shapes.write(tmp_path, 1, 0, seed=0)
+        demo.save_seeing(tmp_path / "seer", demo.seeing_model(kind, tokens, seed=0), tokens)
+        tasks.write_shapes(tmp_path, 1, 0, seed=0)
         row = json.loads((tmp_path / "train.jsonl").read_text())
         overrides |= {"model.path": tmp_path / "seer"}
-        overrides |= {"engines.rollout.resources.python": sys.executable}
     if "tiny-omni" in text:
-        tokens = hearing.tokenizer()
-        hearing.save(tmp_path / "hearer", hearing.model(tokens, seed=0), tokens)
-        row = json.loads(tones.rows(tmp_path, "train", 1, random.Random(0))[0])
+        tokens = demo.hearing_tokenizer()
+        demo.save_hearing(tmp_path / "hearer", demo.hearing_model(tokens, seed=0), tokens)
+        row = json.loads(tasks.tone_rows(tmp_path, "train", 1, random.Random(0))[0])
         overrides |= {"model.path": tmp_path / "hearer"}
+    if overrides["model.path"] != tiny_model:
         overrides |= {"engines.rollout.resources.python": sys.executable}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    keys = (
-        ("sft.train", "sft.heldout") if "[sft]" in text else ("prompts.train", "eval.heldout.path")
-    )
-    overrides |= dict.fromkeys(keys, tmp_path / "rows.jsonl")
-    options = [f"--set={key}={value}" for key, value in overrides.items()]
-    answer = CliRunner().invoke(app, ["check", str(job), "--local", *options])
-    assert answer.exit_code == 0, f"{answer.output}\n{answer.exception}"
+    table, heldout = ("sft", "sft.heldout") if "[sft]" in text else ("prompts", "eval.heldout.path")
+    overrides |= dict.fromkeys((f"{table}.train", heldout), tmp_path / "rows.jsonl")
+    passes(job, overrides)
 
 
 def test_the_page_of_recipes_names_every_job_and_every_job_says_how_it_is_run():
-    page = (JOBS.parent / "docs" / "recipes.md").read_text()
+    page = (JOBS.parent / "docs" / "how-to" / "recipes.md").read_text()
     for job in [*RECIPES, *STAND_INS]:
         name = job.relative_to(JOBS.parent)
         assert f"{name}" in page, name
@@ -185,9 +194,7 @@ def test_gsm8k_keeps_its_test_part_and_the_number_behind_the_mark(tmp_path):
     assert made == Made(train=2, heldout=2, repeated=2)
     train, heldout = (lines(tmp_path / "out" / f"{part}.jsonl") for part in ("train", "heldout"))
     assert [row["answer"] for row in train] == ["1000", "1001"]
-    assert [row["answer"] for row in heldout] == ["1002", "1007"], (
-        "what is held out is not trained on"
-    )
+    assert [row["answer"] for row in heldout] == ["1002", "1007"], "not trained on"
     wish = "Think step by step, and put the final number into \\boxed{}."
     assert train[0]["prompt"] == f"How many are 0?\n\n{wish}" and train[0]["source"] == "gsm8k"
 
@@ -213,17 +220,9 @@ def test_without_a_test_part_what_is_held_out_does_not_depend_on_the_order(tmp_p
     ],
 )
 def test_the_editions_of_dapo_math_give_the_same_task(tmp_path, fields):
-    (tmp_path / "a.jsonl").write_text(json.dumps(fields) + "\n" + dapo_line(6))
-    prepare("dapo-math", str(tmp_path / "a.jsonl"), tmp_path / "out", heldout=1)
-    found = [
-        row for name in ("train", "heldout") for row in lines(tmp_path / "out" / f"{name}.jsonl")
-    ]
-    (tmp_path / "b.jsonl").write_text(dapo_line(5) + dapo_line(6))
-    prepare("dapo-math", str(tmp_path / "b.jsonl"), tmp_path / "other", heldout=1)
-    other = [
-        row for name in ("train", "heldout") for row in lines(tmp_path / "other" / f"{name}.jsonl")
-    ]
-    assert found == other
+    other = dapo_line(6)
+    found = rows_of(tmp_path / "a", json.dumps(fields) + "\n" + other, "dapo-math")
+    assert found == rows_of(tmp_path / "b", dapo_line(5) + other, "dapo-math")
 
 
 def refused(tmp_path, text=None, *, name="gsm8k", source=None):
@@ -244,7 +243,7 @@ def test_what_is_no_such_data_set_is_refused_with_its_line(tmp_path, monkeypatch
     said = refused(tmp_path, json.dumps({"prompt": "a"}) + "\n", name="dapo-math")
     assert "has no reward_model.ground_truth, label, solution, answer" in said
     assert "has 1 prompts, and none is left to train on" in refused(tmp_path, good)
-    assert "no such data set; there are gsm8k, dapo-math" in refused(tmp_path, name="gsm")
+    assert "is none of gsm8k, dapo-math" in refused(tmp_path, name="gsm")
     download = "hf download openai/gsm8k --repo-type dataset --local-dir gsm8k"
     assert download in refused(tmp_path, source=tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
@@ -291,14 +290,11 @@ def test_deepcoder_has_the_tests_of_each_of_its_parts_as_the_reward_reads_them(t
         "pairs": {"inputs": ["5\n"], "outputs": ["6"]},
         "called": {"inputs": [[1]], "outputs": [2], "fn_name": "next"},
     }
-    (tmp_path / "a.jsonl").write_text(
-        "".join(
-            deepcoder_line(name, tests, starter_code="def add" if name == "method" else None)
-            for name, tests in parts.items()
-        )
+    text = "".join(
+        deepcoder_line(name, tests, starter_code="def add" if name == "method" else None)
+        for name, tests in parts.items()
     )
-    prepare("deepcoder", str(tmp_path / "a.jsonl"), tmp_path / "out", heldout=1)
-    rows = lines(tmp_path / "out" / "train.jsonl") + lines(tmp_path / "out" / "heldout.jsonl")
+    rows = rows_of(tmp_path / "a", text)
     found = {row["prompt"].split()[1].rstrip("."): row for row in rows}
     assert {name: json.loads(row["answer"]) for name, row in found.items()} == {
         "stdin": {"inputs": ["1\n"], "outputs": ["1"]},
@@ -307,29 +303,43 @@ def test_deepcoder_has_the_tests_of_each_of_its_parts_as_the_reward_reads_them(t
         "pairs": parts["pairs"],
         "called": parts["called"],
     }
-    assert {name for name, row in found.items() if "standard input" in row["prompt"]} == {
-        "stdin",
-        "pairs",
-    }
+    read = {name for name, row in found.items() if "standard input" in row["prompt"]}
+    assert read == {"stdin", "pairs"}
     assert "```python\ndef add\n```" in found["method"]["prompt"]
+    # R1: a prompt says what its tests call.
+    calls = {"call": "a function `add`", "called": "a function `next`"}
+    assert all(calls.get(each, "") in row["prompt"] for each, row in found.items())
+    assert "which is called" not in found["method"]["prompt"] + found["stdin"]["prompt"]
     for name, program in (
         ("stdin", "print(int(input()))"),
         ("method", "class Solution:\n    def add(self, given, n): return given[0] + n"),
         ("call", "def add(a, b): return a + b"),
     ):
         assert all(
-            test.is_passed(run(test.of(program), Limits(4.0, 2**30, 2**26), "limits"))
-            for test in unit_tests.tests_in(found[name]["answer"])
+            test.is_passed(run(test.of(program), ProgramLimits(4.0, 2**30, 2**26), "limits"))
+            for test in code.tests_in(found[name]["answer"])
         )
+
+
+def test_a_program_that_begins_as_a_prompt_of_deepcoder_asks_passes(tmp_path):
+    """R1: a row of LiveCodeBench, whose beginning names List without an import."""
+    starter = "class Solution:\n    def most(self, a: List[int]) -> Optional[int]:\n        "
+    call = {"input": "[3, 1, 3]", "output": "3", "metadata": {"func_name": "most"}}
+    text = deepcoder_line(0, [call], starter_code=starter) + deepcoder_line(1)
+    rows = rows_of(tmp_path / "a", text)
+    [row] = [row for row in rows if "most" in row["answer"]]
+    begun = row["prompt"].partition("```python\n")[2].partition("\n```")[0]
+    body = "\n        return Counter(a).most_common(1)[0][0] if a else None"
+    reply = f"```python\n{begun}{body}\n```"
+    assert code.score(reply, row["answer"], {}, sandbox="limits", deadline_s=30.0) == 1
+    wrong = reply.replace("(1)[0][0]", "(1)[0][1]")
+    assert code.score(wrong, row["answer"], {}, sandbox="limits", deadline_s=30.0) == 0
 
 
 def test_deepcoder_keeps_fifteen_tests_with_the_longest_inputs_that_are_not_huge(tmp_path):
     tests = [{"input": "x" * n, "output": ""} for n in (*range(40), 70_000)]
-    (tmp_path / "a.jsonl").write_text(
-        deepcoder_line(0, tests) + deepcoder_line(1, [{"input": "y" * 70_000, "output": "1"}])
-    )
-    prepare("deepcoder", str(tmp_path / "a.jsonl"), tmp_path / "out", heldout=1)
-    rows = lines(tmp_path / "out" / "train.jsonl") + lines(tmp_path / "out" / "heldout.jsonl")
+    huge = [{"input": "y" * 70_000, "output": "1"}]
+    rows = rows_of(tmp_path / "a", deepcoder_line(0, tests) + deepcoder_line(1, huge))
     kept = {len(json.loads(row["answer"])["inputs"][0]): json.loads(row["answer"]) for row in rows}
     assert [len(each) for each in kept[25]["inputs"]] == list(range(25, 40))
     assert len(kept[70_000]["inputs"]) == 1
@@ -345,6 +355,5 @@ def test_deepcoder_keeps_fifteen_tests_with_the_longest_inputs_that_are_not_huge
     ],
 )
 def test_deepcoder_names_a_row_whose_tests_it_cannot_read(tests, said, tmp_path):
-    (tmp_path / "a.jsonl").write_text(deepcoder_line(0) + deepcoder_line(1, tests))
     with pytest.raises(ConfigError, match=rf"a\.jsonl.*2.*{said}"):
-        prepare("deepcoder", str(tmp_path / "a.jsonl"), tmp_path / "out", heldout=1)
+        rows_of(tmp_path / "a", deepcoder_line(0) + deepcoder_line(1, tests))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from relax_hpc.models.rotary.rotation import rotated
+from relax_hpc.trainer.models.towers import rotate
 
 
 def plain(heads, rotation):
@@ -20,7 +20,7 @@ def plain(heads, rotation):
 def test_a_quarter_turn_by_hand():
     heads = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
     rotation = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])  # a quarter turn, and none
-    assert rotated(heads, rotation).tolist() == [[[-3.0, 2.0, 1.0, 4.0]]]
+    assert rotate(heads, rotation).tolist() == [[[-3.0, 2.0, 1.0, 4.0]]]
 
 
 @pytest.mark.parametrize("shape", [(7, 3, 8), (7, 2, 4, 8)])
@@ -30,7 +30,7 @@ def test_the_gradient_is_that_of_complex_numbers(shape):
     rotation = torch.stack([angles.cos(), angles.sin()], dim=1)
     upstream = torch.randn(shape)
     results = []
-    for how in (rotated, plain):
+    for how in (rotate, plain):
         wide = torch.randn(*shape[:-1], 2 * shape[-1], generator=torch.Generator().manual_seed(1))
         wide.requires_grad_()
         out = how(wide[..., : shape[-1]], rotation)  # a view, as a part of a product is

@@ -10,19 +10,14 @@ from types import SimpleNamespace
 import pytest
 from roles.role_fakes import Events, config
 
-from relax_hpc.engines.pool_engine import Endpoint, EngineLoad
-from relax_hpc.engines.response import Counts, Draft, Sampling
 from relax_hpc.errors import ConfigError, PeerTimeoutError
-from relax_hpc.fleet import members
-from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.roster import Roster, RosterEntry
-from relax_hpc.paths import RunPaths
-from relax_hpc.run_secret import RunSecret
-from relax_hpc.sampling import client as sampling_client
-from relax_hpc.sampling import load
-from relax_hpc.sampling.client import client_of
-from relax_hpc.sampling.how import How
-from relax_hpc.sampling.load import LoadMeter
+from relax_hpc.inference import members, pool_client
+from relax_hpc.inference.generation import Counts, Draft, Sampling
+from relax_hpc.inference.members import Member, Roster, RosterEntry
+from relax_hpc.inference.pool import Endpoint, EngineLoad
+from relax_hpc.inference.pool_client import LoadMeter, client_of
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.runtime.paths import RunPaths
 
 SECRET = RunSecret(bytes(32))
 
@@ -38,8 +33,8 @@ class Pool:
     async def version(self):
         return self.now
 
-    async def sample(self, prompt, seed, sampling, *, min_version, homes, draft):
-        self.asked.append((prompt, seed, sampling, min_version, homes, draft))
+    async def sample(self, prompt, seed, sampling, *, homes=(), draft=None):
+        self.asked.append((prompt, seed, sampling, homes, draft))
         return "the response"
 
     def enlist(self, states):
@@ -57,11 +52,11 @@ class Pool:
 
 @pytest.fixture
 def sampler_of(tmp_path, monkeypatch):
-    monkeypatch.setattr(sampling_client, "Pool", Pool)
+    monkeypatch.setattr(pool_client, "Pool", Pool)
 
     def make(own=("rollout-0",), name="rollout", **settings):
         paths = RunPaths(tmp_path)
-        monkeypatch.setattr(sampling_client.RunSecret, "read", lambda path: SECRET)
+        monkeypatch.setattr(pool_client.RunSecret, "read", lambda path: SECRET)
         made = client_of(config(**settings), paths, name, own=own, stop_token=99, events=Events())
         return made, paths
 
@@ -71,12 +66,13 @@ def sampler_of(tmp_path, monkeypatch):
 def test_engines_are_asked_as_the_episode_says_and_the_draft_is_the_callers(sampler_of):
     sampler, _ = sampler_of(engines__rollout__max_running_requests=5, launch__peer_timeout_s=33)
     assert sampler._pool.settings == {"max_in_flight": 5, "patience_s": 33}
-    draft, how = Draft([5]), How(0.7, 17, 1000, 4, True, top_p=0.9, top_k=5, end=max)
+    how = Sampling(0.7, 17, (), False, True, 0.9, 5, max, max_tokens=1000, min_version=4)
+    draft = Draft([5])
     asked = sampler.sample([1, 2], draft, how, seed=8, homes=("episode", 3))
     assert asyncio.run(asked) == "the response"
     [(*found, given)] = sampler._pool.asked
-    wanted = Sampling(0.7, 17, (99,), False, True, top_p=0.9, top_k=5, end=max)
-    assert found == [[1, 2], 8, wanted, 4, ("episode", 3)] and given is draft
+    wanted = how._replace(stop_token_ids=(99,))
+    assert found == [[1, 2], 8, wanted, ("episode", 3)] and given is draft
     endless = how._replace(ignore_eos=True)
     asyncio.run(sampler.sample([1, 2], draft, endless, seed=8, homes=()))
     assert sampler._pool.asked[-1][2] == wanted._replace(stop_token_ids=(), ignore_eos=True)
@@ -86,7 +82,7 @@ def test_a_task_gives_up_when_for_too_long_no_engine_had_the_newest_weights(
     sampler_of, monkeypatch
 ):
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(sampling_client.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(pool_client.time, "monotonic", lambda: clock.now)
     sampler, _ = sampler_of(launch__peer_timeout_s=10)
     clock.now = 108.0
     assert asyncio.run(sampler.version()) == 3
@@ -143,7 +139,7 @@ def test_an_engine_that_begins_without_the_policy_is_held_until_it_is_given_it(
 
 def test_while_engines_sleep_for_the_trainer_nobody_loses_patience(sampler_of, monkeypatch):
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(sampling_client.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(pool_client.time, "monotonic", lambda: clock.now)
     sampler, paths = sampler_of(launch__peer_timeout_s=10)
     sampler._pool.now = None
     Roster(4, {"rollout-0": RosterEntry("1", 4, "ASLEEP")}).write(paths)
@@ -154,7 +150,7 @@ def test_while_engines_sleep_for_the_trainer_nobody_loses_patience(sampler_of, m
 
 
 def test_whoever_asks_is_told_what_ended_the_looks_at_the_records(sampler_of, monkeypatch):
-    monkeypatch.setattr(sampling_client, "_LOOK_S", 0.01)
+    monkeypatch.setattr(pool_client, "_LOOK_S", 0.01)
     sampler, _ = sampler_of()
 
     async def run():
@@ -164,7 +160,7 @@ def test_whoever_asks_is_told_what_ended_the_looks_at_the_records(sampler_of, mo
             for ask in (
                 sampler.version,
                 lambda: sampler.complete([1], 5),
-                lambda: sampler.sample([1], Draft(), How(0.7, 17, 1000), seed=8, homes=()),
+                lambda: sampler.sample([1], Draft(), Sampling(0.7, 17), seed=8, homes=()),
             ):
                 with pytest.raises(ZeroDivisionError):
                     await ask()
@@ -192,7 +188,7 @@ def test_records_are_looked_at_however_busy_the_threads_of_the_loop_are(sampler_
 
 def test_loads_are_noted_now_and_then_as_what_came_since_also_after_a_restart(monkeypatch):
     clock, events = SimpleNamespace(now=0.0), Events()
-    monkeypatch.setattr(load.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(pool_client.time, "monotonic", lambda: clock.now)
     meter = LoadMeter(events)
 
     def counts_of(num_tokens):
@@ -238,6 +234,6 @@ def test_a_pool_that_the_job_has_not_is_refused_by_name(sampler_of):
 
 
 def test_who_asks_a_pool_needs_no_torch():
-    code = "import sys, relax_hpc.sampling.client; print('torch' in sys.modules)"
+    code = "import sys, relax_hpc.inference.pool_client; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "False\n"

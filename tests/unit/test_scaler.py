@@ -3,18 +3,17 @@
 import subprocess
 
 import pytest
+from job_trees import job_of
 
-from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.errors import ConfigError, LaunchError
-from relax_hpc.fleet import members
-from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.roster import Roster, RosterEntry
-from relax_hpc.fleet.scaling import Extra, ScaleState
-from relax_hpc.job_file import validate
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import write_json
-from relax_hpc.scale import requests as scale
-from relax_hpc.scale import scaler
+from relax_hpc.inference import members
+from relax_hpc.inference.members import Member, Roster, RosterEntry
+from relax_hpc.runs.scale import requests as scale
+from relax_hpc.runs.scale import scaler
+from relax_hpc.runs.scale.records import Extra, ScaleState
+from relax_hpc.runtime.files.records import write_json
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.process import ProcessId
 
 
 class House:
@@ -22,18 +21,10 @@ class House:
 
     def __init__(self, folder):
         self.nodes, self.processes, self.refuse, self.version = ["n2", "n3", "n4"], {}, set(), 7
-        self.config = validate(
-            {
-                "name": "run",
-                "run_root": str(folder),
-                "model": {"path": "model"},
-                "prompts": {"train": "t"},
-                "schedule": {"num_steps": 9},
-                "engines": {"rollout": {"start_timeout_s": 60, "resources": {"max_nodes": 4}}},
-                "launch": {"max_restarts": 1},
-            },
-            source="test",
-        )
+        self.config = job_of(
+            run_root=str(folder), launch__max_restarts=1,
+            engines__rollout={"start_timeout_s": 60, "resources": {"max_nodes": 4}},
+        )  # fmt: skip
         self.paths = RunPaths(self.config.run_dir)
         write_json(self.paths.config, self.config.model_dump(mode="json"))
         self.roster = Roster(self.version)
@@ -79,6 +70,15 @@ class House:
                 self.announce(member, "GONE")
                 self.kill(member)
 
+    def grown(self, engines, *ids):
+        """A scaler that was asked for so many engines, of which these are up; and the request."""
+        running = self.scaler()
+        request = out(self, engines).request
+        running.tick()
+        if ids:
+            self.up(running, *ids)
+        return running, request
+
     def up(self, running, *ids):
         """Takes engines from STARTING to ACTIVE."""
         for member in ids:
@@ -121,9 +121,7 @@ def scale_in(house, engines=None, member=None, drain_s=9.0):
 
 
 def test_a_newcomer_is_active_only_when_that_start_of_it_holds_the_newest_weights(house):
-    running = house.scaler()
-    request = out(house, 2).request
-    running.tick()
+    running, request = house.grown(2)
     assert house.states == {"extra-1": "STARTING"} and house.state.extras["extra-1"].node == "n2"
     assert members.extras(house.paths) == ["extra-1"], "the trainer knows whom to look for"
     seen = []
@@ -157,9 +155,8 @@ def test_asking_again_changes_nothing(house):
     running.tick()
     running.tick()
     assert scale_in(house, 2).request is None and scale_in(house, member="extra-2").request is None
-    assert sorted(house.paths.scale.glob("request-*")) == [
-        house.paths.scale_request(number) for number in (1, 2)
-    ]
+    there = [house.paths.scale_request(number) for number in (1, 2)]
+    assert sorted(house.paths.scale.glob("request-*")) == there
 
 
 def test_engines_that_load_files_are_replaced_by_such(house):
@@ -188,10 +185,7 @@ def test_there_is_one_request_at_a_time(house):
 
 
 def test_removing_another_engine_is_another_wish(house):
-    running = house.scaler()
-    out(house, 3)
-    running.tick()
-    house.up(running, "extra-1", "extra-2")
+    running, _ = house.grown(3, "extra-1", "extra-2")
     first = scale_in(house, member="extra-1", drain_s=9)
     running.tick()
     assert scale_in(house, member="extra-1").request == first.request
@@ -210,10 +204,7 @@ def test_the_place_of_an_engine_is_free_when_it_has_ended_and_not_when_it_is_tol
     ("ask", "message"),
     [
         (lambda h: out(h, 0), "--engines 0: is not positive"),
-        (
-            lambda h: scale.out(h.paths.root, 2, "file"),
-            "--transport file: unknown; it is one of collective, files",
-        ),
+        (lambda h: scale.out(h.paths.root, 2, "file"), "--transport file: unknown; it is one of"),
         (lambda h: out(h, 5), "no idle node for 4 more engines: rollout holds 4 nodes, 1 used by"),
         (lambda h: out(h, 5), "room is left for 3, so use 4 or less"),
         (lambda h: scale_in(h), "say either --engines or --member"),
@@ -240,10 +231,7 @@ def test_a_run_that_is_not_running_is_not_scaled(house, monkeypatch, state):
 
 
 def test_scaling_in_as_the_run_ends_tells_what_is_left_or_that_it_has_ended(house, monkeypatch):
-    running = house.scaler()
-    out(house, 2)
-    running.tick()
-    house.up(running, "extra-1")
+    running, _ = house.grown(2, "extra-1")
     running.tick()
     house.kill("extra-1")
     running.end(0.0)
@@ -256,9 +244,10 @@ def test_scaling_in_as_the_run_ends_tells_what_is_left_or_that_it_has_ended(hous
 
 @pytest.mark.parametrize("transport", [None, "collective", "files"])
 def test_engines_cannot_be_added_to_those_on_the_actors_gpus(house, transport):
-    pools = {"rollout": {"placement": "actor"}}
-    changes = {"engines": pools, "schedule": {"num_steps": 9, "max_staleness": 0}}
-    config = validate(house.config.model_dump(mode="json") | changes, source="test")
+    config = job_of(
+        run_root=str(house.paths.root.parent), engines__rollout__placement="actor",
+        schedule__max_staleness=0,
+    )  # fmt: skip
     write_json(house.paths.config, config.model_dump(mode="json"))
     with pytest.raises(ConfigError, match=r'placement = "actor": its engines are those') as error:
         scale.out(house.paths.root, 2, transport)
@@ -266,10 +255,7 @@ def test_engines_cannot_be_added_to_those_on_the_actors_gpus(house, transport):
 
 
 def test_a_start_that_fails_is_undone_with_all_that_came_up_for_it_and_says_why(house):
-    running = house.scaler()
-    request = out(house, 3).request
-    running.tick()
-    house.up(running, "extra-1")
+    running, request = house.grown(3, "extra-1")
     house.announce("extra-2", "FAILED", "out of memory")
     house.kill("extra-2")
     running.tick()
@@ -287,9 +273,7 @@ def test_a_start_that_fails_is_undone_with_all_that_came_up_for_it_and_says_why(
 
 def test_a_step_that_slurm_refuses_fails_the_request(house):
     house.refuse.add("extra-1")
-    running = house.scaler()
-    request = out(house, 2).request
-    running.tick()
+    running, request = house.grown(2)
     running.tick()
     state, reason = house.outcome(request)
     assert state == "FAILED" and "node configuration is not available" in reason
@@ -310,10 +294,7 @@ def test_an_engine_that_is_not_up_in_time_is_ended_and_then_its_step_from_outsid
 
 
 def test_cancelling_takes_back_what_was_started(house):
-    running = house.scaler()
-    request = out(house, 3).request
-    running.tick()
-    house.up(running, "extra-1")
+    running, request = house.grown(3, "extra-1")
     assert scale.cancel(house.paths.root) == scale.cancel(house.paths.root) == request
     running.tick()
     house.obey()
@@ -324,10 +305,7 @@ def test_cancelling_takes_back_what_was_started(house):
 
 
 def test_removed_are_those_that_came_last_and_they_drain_first(house):
-    running = house.scaler()
-    out(house, 4)
-    running.tick()
-    house.up(running, "extra-1", "extra-2", "extra-3")
+    running, _ = house.grown(4, "extra-1", "extra-2", "extra-3")
     request = scale_in(house, 3, drain_s=9).request
     running.tick()
     assert house.states == {"extra-1": "ACTIVE", "extra-2": "ACTIVE", "extra-3": "DRAINING"}
@@ -348,10 +326,7 @@ def test_removed_are_those_that_came_last_and_they_drain_first(house):
 
 
 def test_an_engine_that_does_not_end_after_its_drain_is_ended_from_outside(house):
-    running = house.scaler()
-    out(house, 2)
-    running.tick()
-    house.up(running, "extra-1")
+    running, _ = house.grown(2, "extra-1")
     request = scale_in(house, 1, drain_s=-60).request
     running.tick()
     running.tick()
@@ -360,9 +335,7 @@ def test_an_engine_that_does_not_end_after_its_drain_is_ended_from_outside(house
 
 
 def test_a_scaler_that_is_started_again_finds_its_steps_running(house):
-    before = house.scaler()
-    request = out(house, 2).request
-    before.tick()
+    _, request = house.grown(2)
     again = house.scaler()
     again.tick()
     assert house.alive() == {"extra-1"} and house.states == {"extra-1": "STARTING"}
@@ -371,10 +344,7 @@ def test_a_scaler_that_is_started_again_finds_its_steps_running(house):
 
 
 def test_after_a_requeue_there_are_as_many_engines_as_before(house):
-    before = house.scaler()
-    out(house, 3)
-    before.tick()
-    house.up(before, "extra-1", "extra-2")
+    house.grown(3, "extra-1", "extra-2")
     house.kill("extra-1", "extra-2")  # with the job
     again = house.scaler("1.1")
     again.tick()
@@ -383,10 +353,7 @@ def test_after_a_requeue_there_are_as_many_engines_as_before(house):
 
 
 def test_an_engine_that_is_lost_in_service_is_replaced_as_often_as_a_step_is_restarted(house):
-    running = house.scaler()
-    out(house, 2)
-    running.tick()
-    house.up(running, "extra-1")
+    running, _ = house.grown(2, "extra-1")
     house.kill("extra-1")
     running.tick()
     assert house.states == {"extra-1": "FAILED", "extra-2": "STARTING"}
@@ -399,18 +366,13 @@ def test_an_engine_that_is_lost_in_service_is_replaced_as_often_as_a_step_is_res
 
 
 def test_the_end_of_the_run_ends_every_added_engine(house):
-    running = house.scaler()
-    out(house, 2)
-    running.tick()
+    running, _ = house.grown(2)
     running.end(timeout_s=0.2)
     assert not house.alive() and house.states == {"extra-1": "GONE"}
 
 
 def test_the_updates_of_every_step_are_no_news(house):
-    running = house.scaler()
-    out(house, 2)
-    running.tick()
-    house.up(running, "extra-1")
+    running, _ = house.grown(2, "extra-1")
     before = house.paths.scale_state.stat().st_mtime_ns
     house.hold("extra-1", version=None, state="SYNCING")
     running.tick()

@@ -21,12 +21,12 @@ import pytest
 from typer.testing import CliRunner
 
 from relax_hpc.cli import main as cli
-from relax_hpc.fleet import members
-from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.roster import Roster, RosterEntry
+from relax_hpc.inference import members
+from relax_hpc.inference.members import Member, Roster, RosterEntry
 from relax_hpc.launch import states
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import write_json
+from relax_hpc.runtime.files.records import write_json
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.progress import step_line
 
 GOLDEN = Path(__file__).parent / "golden"
 NOW = time.time()
@@ -48,7 +48,7 @@ def on_terminal(*words, until=b"", **environment):
             for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
                 os.environ.pop(name, None)
             os.environ.update({"TERM": "xterm-256color", **environment})
-            sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115
+            sys.stdout, sys.stderr = open(1, "w", encoding="utf-8"), open(2, "w", encoding="utf-8")  # noqa: SIM115
             sys.argv = ["relax-hpc", *words]
             cli.main()
         except SystemExit as end:
@@ -113,7 +113,7 @@ def evaluated(when, version, correct):
 
 
 LINE = (
-    "step {}/30 | reward {:.3f} | staleness 0.4 (max 1) | loss -0.003 | 2.7k tok/s | "
+    "step {}/30 | reward {:.3f} | staleness 0.4 (max 1) | loss -0.003 | trained 2.7k tok/s | "
     "3.3 s (wait 0.7 read 0.1 forward_backward 2.0 update 0.0 publish 0.0 save 0.0) | ETA 3 min"
 )
 
@@ -213,3 +213,21 @@ def test_without_colour_no_terminal_is_told_to_colour_anything(run, command):
         assert "\x1b" not in shown
     shown, _ = on_terminal(*command.split())
     assert "\x1b" in shown, "it would be noticed"
+
+
+def test_tokens_that_are_trained_and_tokens_that_are_sampled_are_told_apart(run):  # U11
+    """691 tokens/s are trained, prompts and all; an engine sampled 39 of them a second."""
+    paths = RunPaths(run.run_dir)
+    done = step(1) | {"num_tokens": 1382, "time/step": 2.0, "tokens_per_s": 691.0}
+    emit(paths, "actor-0", done)
+    load = {"event": "load", "time": NOW, "seconds": 10.0, "in_flight": 1, "version": 1}
+    emit(paths, "rollout-0", load | {"id": "rollout-0", "num_tokens": 390})
+    emit(paths, "rollout-1")
+    watched = CliRunner().invoke(cli.app, ["watch", "run"]).output
+    assert "trained 691 tok/s" in watched
+    rows = [line.split() for line in watched.splitlines()]
+    assert ["engine", "state", "node", "weights", "sampled/s", "in", "flight"] in rows
+    assert ["rollout-0", "active", "-", "v12", "39", "1"] in rows
+    status = CliRunner().invoke(cli.app, ["status", "run"]).output
+    assert "speed         691 tokens/s trained, with prompts\n" in status
+    assert "| trained 691 tok/s |" in step_line(done, 30, None)

@@ -11,20 +11,19 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from job_trees import job_of
 
-from relax_hpc.boards import follower
-from relax_hpc.comm.process_id import ProcessId
-from relax_hpc.fleet import members, seen
-from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.register import Register
-from relax_hpc.fleet.roster import Roster, RosterEntry
-from relax_hpc.fleet.scaling import Request, ScaleState
-from relax_hpc.job_file import validate
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import read_json, write_json, write_json_once
+from relax_hpc.inference import members
+from relax_hpc.inference.members import EngineRegistry, Member, Roster, RosterEntry
 from relax_hpc.roles.ending import Ending
-from relax_hpc.scale.scaler import Scaler
-from relax_hpc.telemetry.event_tail import EventTail
+from relax_hpc.runs.boards import follower
+from relax_hpc.runs.scale.records import ScaleRequest, ScaleState
+from relax_hpc.runs.scale.scaler import Scaler
+from relax_hpc.runtime.files import records
+from relax_hpc.runtime.files.records import read_json, write_json, write_json_once
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.process import ProcessId
+from relax_hpc.runtime.telemetry.events import EventTail
 
 _asked: list[str] = []
 sys.addaudithook(
@@ -55,7 +54,7 @@ def counted(root):
 @pytest.fixture
 def clock(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(seen.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(records.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -68,7 +67,7 @@ def paths(tmp_path):
 
 
 def follow(folder):
-    return seen.Seen(folder, lambda name: read_json(folder / name))
+    return records.RecordCache(folder, lambda name: read_json(folder / name))
 
 
 def test_a_record_is_read_again_when_it_was_replaced_made_or_removed_and_not_otherwise(
@@ -77,7 +76,7 @@ def test_a_record_is_read_again_when_it_was_replaced_made_or_removed_and_not_oth
     followed = follow(tmp_path)
     write_json(tmp_path / "a", 1)
     assert followed.get("a", "b") == [1, None]
-    clock[0] += seen.GRAIN_S
+    clock[0] += records.GRAIN_S
     assert followed.get("a", "b") == [1, None]
     with counted(tmp_path) as opened:
         for _ in range(7):
@@ -101,20 +100,20 @@ def test_changes_that_one_tick_of_the_servers_clock_hides_are_seen_soon_after(tm
     before = tmp_path.stat()
     write_json(tmp_path / "a", 2)
     os.utime(tmp_path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    hidden = seen._changed_at
-    seen._changed_at = lambda fd: (before.st_mtime_ns,)
+    hidden = records._read_stamp
+    records._read_stamp = lambda fd: (before.st_mtime_ns,)
     try:
-        clock[0] += seen.GRAIN_S + 0.1
+        clock[0] += records.GRAIN_S + 0.1
         assert followed.get("a") == [2]
     finally:
-        seen._changed_at = hidden
+        records._read_stamp = hidden
 
 
 def test_a_folder_is_let_go_with_its_owner(tmp_path):
     held = Path("/proc/self/fd")
     gc.collect()  # what other tests have left open does not make room for it meanwhile
     before = set(held.iterdir())
-    folder = seen.Folder(tmp_path)
+    folder = records.Folder(tmp_path)
     folder.count()
     assert set(held.iterdir()) - before
     del folder
@@ -125,13 +124,13 @@ def test_a_folder_that_never_tells_is_read_now_and_then_and_one_that_comes_is_se
     tmp_path, clock, monkeypatch
 ):
     followed = follow(tmp_path)
-    monkeypatch.setattr(seen, "_changed_at", lambda fd: (0,))
+    monkeypatch.setattr(records, "_read_stamp", lambda fd: (0,))
     write_json(tmp_path / "a", 1)
     assert followed.get("a") == [1]
-    clock[0] += seen.GRAIN_S
+    clock[0] += records.GRAIN_S
     followed.get("a")
     write_json(tmp_path / "a", 2)
-    clock[0] += seen.REFRESH_S - 1
+    clock[0] += records.REFRESH_S - 1
     assert followed.get("a") == [1]
     clock[0] += 1
     assert followed.get("a") == [2]
@@ -151,7 +150,7 @@ def test_a_folder_that_another_makes_while_it_is_looked_for_is_followed(
     tmp_path, clock, monkeypatch
 ):
     """Its parent's stamp is of after that, so the parent would not tell of it."""
-    folder, real, to_come = tmp_path / "late", seen._changed_at, [True]
+    folder, real, to_come = tmp_path / "late", records._read_stamp, [True]
 
     def changed_at(fd):
         if to_come:
@@ -160,10 +159,10 @@ def test_a_folder_that_another_makes_while_it_is_looked_for_is_followed(
             write_json(folder / "a", 1)
         return real(fd)
 
-    monkeypatch.setattr(seen, "_changed_at", changed_at)
+    monkeypatch.setattr(records, "_read_stamp", changed_at)
     followed = follow(folder)
     assert followed.get("a") == [1]
-    clock[0] += seen.GRAIN_S
+    clock[0] += records.GRAIN_S
     followed.get("a")
     for value in (2, 3):
         time.sleep(0.02)
@@ -199,12 +198,11 @@ class Steps:
 
 def scaler_of(paths):
     """A second's looks of the scaler of a run with two added engines."""
-    job = {
-        "name": "run", "model": {"path": "model"}, "prompts": {"train": "t"},
-        "schedule": {"num_steps": 9}, "engines": {"rollout": {"resources": {"max_nodes": 3}}},
-    }  # fmt: skip
-    found = Scaler(validate(job, source="test"), paths, Steps(), "7.0")
-    write_json_once(paths.scale_request(1), asdict(Request(1, "out", 3, None, 0.0, time.time())))
+    job = job_of(engines__rollout__resources__max_nodes=3)
+    found = Scaler(job, paths, Steps(), "7.0")
+    write_json_once(
+        paths.scale_request(1), asdict(ScaleRequest(1, "out", 3, None, 0.0, time.time()))
+    )
     found.tick()
     for extra in ("extra-1", "extra-2"):
         members.announce(paths, Member(extra, "s", "http://x", 1, "embedded", "HEALTHY"))
@@ -231,15 +229,15 @@ def looks(paths, num_engines, per_task):
         members.announce(paths, Member(name, "s", "http://x", 1, "embedded", "HEALTHY"))
     members.announce_extras(paths, [])
     extras = members.follow_extras(paths)
-    register = Register(paths, lambda: [*ids, *extras()], lambda member: None)
+    register = EngineRegistry(paths, lambda: [*ids, *extras()], lambda member: None)
     tasks = [ids[at : at + per_task] for at in range(0, num_engines, per_task)]
     # Each task is a process of its own: what it shares is its own.
-    shared = [seen.Seen(paths.control, lambda _: Roster.read(paths)) for _ in tasks]
+    shared = [records.RecordCache(paths.control, lambda _: Roster.read(paths)) for _ in tasks]
     followed = [members.follow(paths) for _ in tasks]
     endings = [Ending(paths, "7.0") for _ in [*tasks, "the trainer"]]
 
     def second():
-        assert len(register.known()) == num_engines + len(extras())
+        assert len(register.list_healthy()) == num_engines + len(extras())
         for ending in endings:
             ending._looked = -1e9
             assert not ending.is_near()
@@ -261,7 +259,7 @@ def test_a_run_at_rest_costs_less_than_five_names_a_second(paths, clock, num_eng
     }
     rates, seconds = dict.fromkeys(parts, 0.0), 240
     for number in range(-3, seconds):
-        clock[0] += seen.GRAIN_S if number < 0 else 1.0
+        clock[0] += records.GRAIN_S if number < 0 else 1.0
         if number == -2:
             for folder in (paths.control, paths.members, paths.scale):
                 write_json(folder / "of-another-process.json", {})
@@ -278,9 +276,9 @@ def test_a_run_at_rest_costs_less_than_five_names_a_second(paths, clock, num_eng
 def test_a_folder_that_has_told_of_others_changes_is_trusted_for_longer(tmp_path, clock):
     followed = follow(tmp_path)
     write_json(tmp_path / "a", 1)
-    seen.folder_at(tmp_path).note()
+    records.folder_at(tmp_path).note()
     assert followed.get("a") == [1]
-    clock[0] += seen.GRAIN_S
+    clock[0] += records.GRAIN_S
     followed.get("a")
 
     def reads(seconds):
@@ -290,13 +288,13 @@ def test_a_folder_that_has_told_of_others_changes_is_trusted_for_longer(tmp_path
                 followed.get("a")
         return len(opened)
 
-    assert reads(240) == 240 / seen.REFRESH_S
+    assert reads(240) == 240 / records.REFRESH_S
     time.sleep(0.02)
     write_json(tmp_path / "a", 2)
     assert followed.get("a") == [2]
-    clock[0] += seen.GRAIN_S
+    clock[0] += records.GRAIN_S
     followed.get("a")
-    assert reads(240) == 240 / seen.TOLD_S
+    assert reads(240) == 240 / records.TOLD_S
 
 
 def test_more_than_a_thousand_engines_may_wait_for_each_other_in_an_update(paths):
@@ -313,6 +311,21 @@ def test_more_than_a_thousand_engines_may_wait_for_each_other_in_an_update(paths
             together.wait(60)  # as in a collective that all have to join
             return True
 
-    register = Register(paths, lambda: ids, lambda member: Engine())
+    register = EngineRegistry(paths, lambda: ids, lambda member: Engine())
     with ThreadPoolExecutor(publish._THREADS) as threads:
         assert len(register.live(threads)) == count
+
+
+def test_own_changes_are_not_what_a_folder_has_told_of_others(tmp_path, clock):
+    folder = records.Folder(tmp_path)
+    for number in range(3):
+        folder.count()
+        folder.note()
+        time.sleep(0.02)  # the clock of the file system ticks
+        write_json(tmp_path / "a", number)
+        clock[0] += 1.0
+        before = folder.count()
+    assert not folder.has_told
+    time.sleep(0.02)
+    write_json(tmp_path / "a", "of somebody else")
+    assert folder.count() != before and folder.has_told

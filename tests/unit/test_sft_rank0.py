@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from relax_hpc.config.sft import SftRunConfig
-from relax_hpc.demo import checkpoint
+from relax_hpc.cli.demo import models
+from relax_hpc.config.run import SftRunConfig
+from relax_hpc.data.documents import Documents
+from relax_hpc.data.order import VERSION
 from relax_hpc.errors import ConfigError
-from relax_hpc.paths import RunPaths
-from relax_hpc.prompts.documents import Documents
-from relax_hpc.prompts.order import VERSION
-from relax_hpc.roles.sft.rank0 import DataPosition, Rank0
-from relax_hpc.telemetry.events import EventWriter, read_events
-from relax_hpc.telemetry.timers import Timers
+from relax_hpc.roles.sft.build import DataPosition, SftRank0
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import EventWriter, read_events
+from relax_hpc.runtime.telemetry.timers import Timers
 
 COUNT = 10
 
@@ -30,10 +30,10 @@ def make(tmp_path):
             "sft": {"train": str(path), "batch_size": 4, "num_steps": 5, "epochs": 2} | sft,
             "actor": {"layout": {"data_parallel": 2}, "tokens_per_micro_batch": 32},
         })  # fmt: skip
-        documents = Documents(path, checkpoint.tokenizer(), config.sft)
+        documents = Documents(path, models.tokenizer(), config.sft)
         paths = RunPaths(tmp_path / "run")
         events = EventWriter(paths.events("actor", 0), "actor", 0)
-        return Rank0(config, paths, documents, [], events, position)
+        return SftRank0(config, paths, documents, [], events, position)
 
     return rank0
 
@@ -43,7 +43,7 @@ def lines(shares):
 
 
 def test_a_batch_is_dealt_out_whole_within_the_budget_and_equally_often(make):
-    shares = make().next_batch()
+    shares = make().next_task(1, Timers())
     assert len(lines(shares)) == 4 and len(shares) == 2
     assert len({len(share.micro_batches) for share in shares}) == 1
     for share in shares:
@@ -58,14 +58,14 @@ def test_whoever_goes_on_from_a_position_is_dealt_the_same(make):
     rank0, dealt, positions = make(), [], []
     for _ in range(5):
         positions.append(rank0.position)
-        dealt.append(lines(rank0.next_batch()))
+        dealt.append(lines(rank0.next_task(1, Timers())))
     assert positions == [(0, 0, 10, 2), (0, 4, 10, 2), (0, 8, 10, 2), (1, 2, 10, 2), (1, 6, 10, 2)]
     assert rank0.position == (2, 0, 10, 2)
     assert [len(batch) for batch in dealt] == [4] * 5
     assert sorted(line for batch in dealt for line in batch) == sorted([*range(COUNT)] * 2)
     for position, batch in zip(positions, dealt, strict=True):
         kept = DataPosition(*json.loads(json.dumps(position)))
-        assert lines(make(kept).next_batch()) == batch
+        assert lines(make(kept).next_task(1, Timers())) == batch
 
 
 def test_a_file_that_was_changed_meanwhile_is_refused(make):
@@ -84,7 +84,7 @@ def test_what_was_cut_and_what_was_left_out_is_counted(make, tmp_path):
     # 6 tokens and the question, of 1 to 10, are before an answer of 2 and a line break: of question
     # 8 the line break is cut, of 9 half the answer, of 10 all of it.
     rank0 = make(max_tokens=16, too_long="truncate", batch_size=COUNT, num_steps=1)
-    shares = rank0.next_batch()
+    shares = rank0.next_task(1, Timers())
     assert lines(shares) == list(range(9))
     rank0.end_step(1, {"loss": 1.0}, Timers())
     step, phases = read_events(tmp_path / "run" / "events")
@@ -98,7 +98,7 @@ def test_what_was_cut_and_what_was_left_out_is_counted(make, tmp_path):
 def test_a_step_without_a_token_to_train_on_has_no_loss_and_is_named(make, tmp_path, caplog):
     rank0 = make(max_tokens=16, too_long="truncate", batch_size=1, shuffle_seed=None)
     for step in range(1, COUNT + 1):
-        rank0.next_batch()
+        rank0.next_task(1, Timers())
         rank0.end_step(step, {"loss": 0.0, "skipped": 1.0}, Timers())
     told = [e for e in read_events(tmp_path / "run" / "events") if e["event"] == "step"]
     assert [e["step"] for e in told if "loss" not in e] == [COUNT]

@@ -9,17 +9,17 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from job_trees import job_of
 from typer.testing import CliRunner
 
 from relax_hpc.cli.main import app
 from relax_hpc.errors import ConfigError
-from relax_hpc.job_file import validate
-from relax_hpc.launch import interpreter, known_runs, partitions, profiles, script, submit
+from relax_hpc.launch import cluster, interpreter, known_runs, profiles, script, submit
 from relax_hpc.launch.placement import Component, place
 from relax_hpc.launch.submit import plan, resolve
-from relax_hpc.paths import RunPaths
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import EventWriter
 from relax_hpc.sections import Resources
-from relax_hpc.telemetry.events import EventWriter
 
 
 @pytest.fixture(autouse=True)
@@ -33,17 +33,10 @@ def home(tmp_path, monkeypatch):
 
 
 def job(resources=None, rollout=None, actor=None, **launch):
-    tree = {
-        "name": "run",
-        "model": {"path": "m"},
-        "prompts": {"train": "t"},
-        "schedule": {"num_steps": 1},
-        "engines": {"rollout": {"resources": rollout or {}}},
-        "actor": {"resources": actor or {}},
-        "resources": resources or {},
-        "launch": launch,
-    }
-    return validate(tree, source="job")
+    return job_of(
+        engines__rollout__resources=rollout or {}, actor__resources=actor or {},
+        resources=resources or {}, launch=launch,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -85,8 +78,8 @@ def test_gpus_of_all_nodes_are_dealt_over_them():
             ({"mem": mem}, f"mem = {mem!r}: is no amount of memory; use")
             for mem in ("64 GB", "1.5G", "64GiB", "64B", "-1")
         ),
-        ({"time": True}, "time = True: input should be a valid string"),
-        ({"time": 2.5}, "time = 2.5: input should be a valid string"),
+        ({"time": True}, "time = True: use text, in quotes"),
+        ({"time": 2.5}, "time = 2.5: use text, in quotes"),
         ({"mail": "a@b.c"}, "resources.mail = 'a@b.c': is of the whole job; set resources.mail"),
     ],
 )
@@ -157,13 +150,25 @@ def look(*, use_slurm=True, packages=(), **resources):
     return said
 
 
+def program(path, text):
+    """Makes this shell script a program; its path."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def answers(said):
+    """A line of shell that answers as an interpreter does, behind what else it prints."""
+    return f"echo hello; echo '{interpreter._MARK}{said}'"
+
+
 def test_an_interpreter_is_looked_at(tmp_path):
     assert look(python=sys.executable) == []
     own = metadata.version("relax-hpc")
-    programs = {"bare": "exit 1", "old": "echo '\"0.0.1\"'", "same": f"echo '\"{own}\"'"}
+    programs = {"bare": "exit 1", "old": answers(json.dumps("0.0.1"))}
+    programs |= {"same": answers(json.dumps(own))}
     for name, text in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        program(tmp_path / name, text)
     assert look(python=str(tmp_path / "same")) == []
     for name, answer in (
         (str(tmp_path / "none"), "no such program"),
@@ -182,9 +187,8 @@ def test_an_interpreter_is_looked_at(tmp_path):
 def test_an_interpreter_that_lacks_what_its_tasks_import_is_refused(tmp_path, monkeypatch):
     own = metadata.version("relax-hpc")
     for name, has in (("with", "true"), ("without", "false")):
-        text = f"case $2 in *sglang*) echo {has} ;; *) echo '\"{own}\"' ;; esac"
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        text = f"case $2 in *sglang*) {answers(has)} ;; *) {answers(json.dumps(own))} ;; esac"
+        program(tmp_path / name, text)
     there, absent = str(tmp_path / "with"), str(tmp_path / "without")
     for use_slurm in (True, False):
         assert look(python=there, packages=["sglang"], use_slurm=use_slurm) == []
@@ -216,12 +220,11 @@ def test_a_folder_called_like_a_package_is_none(tmp_path, monkeypatch):
 def test_an_interpreter_named_from_here_is_the_same_from_anywhere(tmp_path, monkeypatch):
     own = metadata.version("relax-hpc")
     (tmp_path / "env" / "bin").mkdir(parents=True)
-    (tmp_path / "env" / "bin" / "python").write_text(f"#!/bin/sh\necho '\"{own}\"'\n")
-    (tmp_path / "env" / "bin" / "python").chmod(0o755)
+    python = program(tmp_path / "env" / "bin" / "python", answers(json.dumps(own)))
     monkeypatch.chdir(tmp_path)
     asked = Resources(python="env/bin/python")
-    found = interpreter.found_anywhere(asked)
-    assert found.python == str(tmp_path / "env" / "bin" / "python")
+    found = interpreter.make_absolute(asked)
+    assert found.python == python
     assert look(python=found.python) == []
     assert interpreter.command(found, tmp_path, "unused") == [found.python]
     for kept in (
@@ -230,7 +233,7 @@ def test_an_interpreter_named_from_here_is_the_same_from_anywhere(tmp_path, monk
         Resources(python="bin/python", container="docker://image"),
         Resources(python="apptainer exec ./image.sif python"),
     ):
-        assert interpreter.found_anywhere(kept) == kept
+        assert interpreter.make_absolute(kept) == kept
     config = job(rollout={"python": "env/bin/python"})
     assert place(config)[0].resources.python == found.python
 
@@ -238,9 +241,7 @@ def test_an_interpreter_named_from_here_is_the_same_from_anywhere(tmp_path, monk
 def test_an_image_is_run_by_apptainer_which_sees_the_run_directory(tmp_path):
     image = tmp_path / "relax.sif"
     image.touch()
-    apptainer = tmp_path / "apptainer"
-    apptainer.write_text(f'#!/bin/bash\necho "$*" > {tmp_path}/asked\nexec "${{@:6}}"\n')
-    apptainer.chmod(0o755)
+    program(tmp_path / "apptainer", f'echo "$*" > {tmp_path}/asked; shift 5; exec "$@"')
     asked = Resources(container=str(image), python=sys.executable, gpus_per_node=1)
     assert look(container=str(image)) == []
     command = interpreter.command(asked, tmp_path / "runs", "unused")
@@ -315,13 +316,13 @@ PartitionName=any DenyAccounts=poor MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNode
     ],
 )
 def test_limits_of_a_partition_are_read_as_slurm_prints_them(asked, partition, found):
-    limits = partitions.parse_limits(LIMITS)[partition]
+    limits = cluster.parse_limits(LIMITS)[partition]
     asked = Component("rollout", 6, Resources(**asked))
-    limit = partitions.over_limit(asked, limits)
+    limit = cluster.over_limit(asked, limits)
     assert limit and (limit.key, limit.value) == found if found else limit is None
     lifted = "PartitionTimeLimit,PartitionMaxNodes"
     if found and found[0] in ("time", "nodes"):
-        assert partitions.over_limit(asked, limits, lifted) is None
+        assert cluster.over_limit(asked, limits, lifted) is None
 
 
 PARTITIONS = """\
@@ -329,35 +330,31 @@ PartitionName=low GraceTime={grace} PriorityTier=1 PreemptMode={mode}
 PartitionName=high GraceTime=0 PriorityTier=10 PreemptMode={mode}
 PartitionName=apart GraceTime=0 PriorityTier=1 PreemptMode={mode}
 """
-NODES = partitions.parse_sinfo("low*|n1|(null)\nhigh|n1|(null)\napart|n2|(null)")
+NODES = cluster.parse_sinfo("low*|n1|(null)\nhigh|n1|(null)\napart|n2|(null)")
 
 
 def test_whose_jobs_are_preempted_and_how_is_read_as_slurm_prints_it():
     def found(names, mode="REQUEUE", grace=15):
-        limits = partitions.parse_limits(PARTITIONS.format(mode=mode, grace=grace))
-        return partitions.preemption_by_partition(limits, NODES, names)
+        limits = cluster.parse_limits(PARTITIONS.format(mode=mode, grace=grace))
+        return cluster.preemption_by_partition(limits, NODES, names)
 
     assert found(["low"]) == ("partition low", "REQUEUE", 15, True)
     assert found(["high", "low"], "GANG,SUSPEND", 0) == ("partition low", "SUSPEND", 0, True)
     assert found(["high"]) is None, "nobody is above it"
     assert found(["apart"]) is None, "who is above it has other nodes"
     assert found(["low"], "OFF") is None
-    rows = "normal||cluster|00:00:00\nurgent|normal,scavenge|cluster|00:00:00\n"
-    rows += "scavenge||cancel|00:02:05\n"
-    assert partitions.preemption_by_qos(rows, "normal", "REQUEUE") == (
-        "QOS normal",
-        "REQUEUE",
-        0,
-        True,
-    )
-    assert partitions.preemption_by_qos(rows, "scavenge", "OFF") == (
-        "QOS scavenge",
-        "CANCEL",
-        125,
-        True,
-    )
-    assert partitions.preemption_by_qos(rows, "normal", "OFF") is None
-    assert partitions.preemption_by_qos(rows, "urgent", "REQUEUE") is None
+    known = {
+        "normal": cluster.Qos("normal", "", "", "cluster", "00:00:00"),
+        "urgent": cluster.Qos("urgent", "", "normal,scavenge", "cluster", "00:00:00"),
+        "scavenge": cluster.Qos("scavenge", "", "", "cancel", "00:02:05"),
+    }
+
+    def by_qos(name, mode):
+        return cluster.preemption_by_qos(known, name, mode)
+
+    assert by_qos("normal", "REQUEUE") == ("QOS normal", "REQUEUE", 0, True)
+    assert by_qos("scavenge", "OFF") == ("QOS scavenge", "CANCEL", 125, True)
+    assert by_qos("normal", "OFF") is by_qos("urgent", "REQUEUE") is None
 
 
 PREEMPTS = "engines.rollout.resources: partition low "
@@ -408,13 +405,13 @@ def told_of(
         text = next(t for name, t in answers.items() if " ".join(command).startswith(name))
         return subprocess.CompletedProcess(command, 0, text, "")
 
-    monkeypatch.setattr(partitions, "output_of", output_of)
+    monkeypatch.setattr(cluster, "output_of", output_of)
     components = [
         Component("rollout", 1, Resources(sbatch=list(sbatch)), section="engines.rollout"),
         Component("actor", 1, Resources()),
     ]
-    partitions.check_preemption(
-        components, save_every=20, save_s=save_s, say=said.append, **further
+    cluster.check_preemption(
+        components, cluster.Cluster(), save_every=20, save_s=save_s, say=said.append, **further
     )
     return said
 

@@ -6,16 +6,14 @@ from types import SimpleNamespace
 import pytest
 from roles.role_fakes import Events, config
 
-from relax_hpc.engines.pool import Pool
-from relax_hpc.engines.pool_engine import Endpoint, EngineLoad
-from relax_hpc.engines.response import Counts
-from relax_hpc.paths import RunPaths
-from relax_hpc.run_secret import RunSecret
-from relax_hpc.runs import engine_rows
-from relax_hpc.sampling import client as sampling_client
-from relax_hpc.sampling import slow
-from relax_hpc.sampling.client import client_of
-from relax_hpc.sampling.slow import Found, SlowEngines
+from relax_hpc.inference import pool_client
+from relax_hpc.inference.generation import Counts, Sampling
+from relax_hpc.inference.pool import Endpoint, EngineLoad, Pool
+from relax_hpc.inference.pool_client import SlowEngine, SlowEngines, client_of
+from relax_hpc.runs import status
+from relax_hpc.runs.scale.records import Extra, ScaleState
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.runtime.paths import RunPaths
 
 
 def load(name, num_tokens, time=100.0, in_flight=4, seconds=5.0):
@@ -25,10 +23,10 @@ def load(name, num_tokens, time=100.0, in_flight=4, seconds=5.0):
 
 def test_an_engine_below_half_the_median_is_slow():
     events = [load("a", 2000), load("b", 2200), load("c", 900), load("d", 1200)]
-    assert engine_rows.slow(events) == {}, "half of 80 is 40, and c has 45"
+    assert status.find_slow(events) == {}, "half of 80 is 40, and c has 45"
     events.append(load("c", 200))
     said = "slow: 27.5 tokens/s per request, the median engine 80"
-    assert engine_rows.slow(events) == {"c": said}
+    assert status.find_slow(events) == {"c": said}
 
 
 def test_fewer_requests_or_none_or_a_bad_minute_long_ago_are_not_slow():
@@ -36,11 +34,22 @@ def test_fewer_requests_or_none_or_a_bad_minute_long_ago_are_not_slow():
     fewer = load("d", 500, in_flight=1)
     idle = load("d", 0, in_flight=0)
     long_ago = load("c", 1, time=30.0)
-    assert engine_rows.slow([*events, fewer, idle, long_ago]) == {}
+    assert status.find_slow([*events, fewer, idle, long_ago]) == {}
 
 
 def test_of_two_engines_none_is_slow():
-    assert engine_rows.slow([load("a", 2000), load("b", 1)]) == {}
+    assert status.find_slow([load("a", 2000), load("b", 1)]) == {}
+
+
+def test_engines_that_were_removed_are_no_measure_of_those_that_stay(tmp_path):  # U9
+    """Of three that told their load in the last minute two are gone: nobody is slow of one."""
+    paths = RunPaths(tmp_path)
+    gone = [Extra(f"extra-{n}", 1, "n1", n, "GONE", 0.0, "removed") for n in (1, 2)]
+    ScaleState("7.0", 1, ["n1"], 2, extras={each.id: each for each in gone}).write(paths)
+    events = [load("rollout-0", 900), load("extra-1", 4000), load("extra-2", 4000)]
+    assert "rollout-0" in status.find_slow(events)
+    rows = status.list_engines(paths, config(), "RUNNING", events)
+    assert {row.id: row.reason for row in rows if row.state != "GONE"} == {"rollout-0": ""}
 
 
 def test_one_that_rests_is_named_until_its_time_is_over():
@@ -48,14 +57,14 @@ def test_one_that_rests_is_named_until_its_time_is_over():
              "seconds": 600.0}  # fmt: skip
     said = "slow: 9 tokens/s per request, the median engine 80; a task asks nothing new of it"
     later = load("a", 2000, time=690.0)
-    assert engine_rows.slow([rests, later]) == {"c": said}
-    assert engine_rows.slow([rests, load("a", 2000, time=701.0)]) == {}
+    assert status.find_slow([rests, later]) == {"c": said}
+    assert status.find_slow([rests, load("a", 2000, time=701.0)]) == {}
 
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(slow.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(pool_client.time, "monotonic", lambda: clock.now)
     return clock
 
 
@@ -79,7 +88,7 @@ def test_an_engine_that_is_slow_for_half_a_minute_rests_for_ten(clock):
     [(when, found)] = begun
     # The first look only begins to count: 30 s later there are 31 looks.
     assert when == 32.0 and found.id == "c"
-    assert found == Found("c", pytest.approx(24.0), pytest.approx(50.5))
+    assert found == SlowEngine("c", pytest.approx(24.0), pytest.approx(50.5))
     assert engines.resting == {"c"}
     assert sampled(engines, clock, 591, a=50.0, b=52.0, c=0.0, d=51.0) == []
     assert clock.now == 631.0 and engines.resting == {"c"}
@@ -135,7 +144,7 @@ def other_of(name):
 
 async def asked(pool, number, homes=()):
     tasks = [
-        asyncio.ensure_future(pool.sample([1], n, SimpleNamespace(view=None), homes=homes))
+        asyncio.ensure_future(pool.sample([1], n, Sampling(1.0, 1), homes=homes))
         for n in range(number)
     ]
     for _ in range(5):
@@ -176,7 +185,7 @@ def test_what_rests_gets_nothing_new_though_a_prompt_is_at_home_there():
 
 
 def test_a_job_wishes_it_and_what_rests_is_said(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(sampling_client.RunSecret, "read", lambda path: RunSecret(bytes(32)))
+    monkeypatch.setattr(pool_client.RunSecret, "read", lambda path: RunSecret(bytes(32)))
     events, rested = Events(), []
     paths = RunPaths(tmp_path)
     plain = client_of(config(), paths, stop_token=1, events=events)
@@ -185,7 +194,7 @@ def test_a_job_wishes_it_and_what_rests_is_said(tmp_path, monkeypatch, caplog):
         config(engines__rollout__drain_slow=True), paths, stop_token=1, events=events
     )
     wished._pool = SimpleNamespace(loads=["loads"], rest=rested.append)
-    found = Found("c", 24.0, 50.0)
+    found = SlowEngine("c", 24.0, 50.0)
     given = SimpleNamespace(look=lambda loads: [found] * (loads == ["loads"]), resting={"c"})
     wished._rest(given)
     assert rested == [{"c"}]

@@ -23,12 +23,13 @@ from snapshot_process import (
 )
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from relax_hpc.comm.bucket import Spec
-from relax_hpc.comm.world import SoloWorld, connect
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import SnapshotError
-from relax_hpc.models import weight_files
-from relax_hpc.models.weight_files import (
+from relax_hpc.runtime.comm.bucket import Spec
+from relax_hpc.runtime.comm.world import SoloWorld, connect
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.trainer.models import weight_files
+from relax_hpc.trainer.models.weight_files import (
     MANIFEST,
     FileReader,
     FileRecord,
@@ -36,10 +37,9 @@ from relax_hpc.models.weight_files import (
     checksum,
     plan_files,
 )
-from relax_hpc.run_secret import RunSecret
 from relax_hpc.weights.quantize import Quantizer, quantize
-from relax_hpc.weights.ranks import Rest, TrainerRanks
 from relax_hpc.weights.snapshot import SnapshotWriter
+from relax_hpc.weights.transport import Rest, TrainerRanks
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_what_ranks_write_together_is_the_model(tmp_path, source, size, file_byt
     assert manifest == snapshot.manifest
     assert manifest.version == 7
     assert set(manifest.files) == set(index["weight_map"].values())
-    assert manifest.damaged(snapshot.folder) == []
+    assert manifest.find_damaged(snapshot.folder) == []
     assert (snapshot.folder / "config.json").exists()
 
 
@@ -153,7 +153,7 @@ def test_a_file_that_was_changed_or_is_missing_is_damaged(tmp_path, source):
     content[-1] ^= 1
     (snapshot.folder / first).write_bytes(content)
     (snapshot.folder / second).unlink()
-    assert snapshot.manifest.damaged(snapshot.folder) == [first, second]
+    assert snapshot.manifest.find_damaged(snapshot.folder) == [first, second]
     # By hand: the CRC-32 of "123456789", as every table of them has it.
     (tmp_path / "x").write_bytes(b"123456789")
     assert checksum(tmp_path / "x") == FileRecord(9, 0xCBF43926)
@@ -204,6 +204,9 @@ def test_two_are_kept_and_one_that_is_being_loaded(tmp_path, source):
     # A trainer that resumed from an older checkpoint makes versions again, under other names.
     again = ranks.write_snapshot(2, iter(tensors.items()), in_use=())
     assert sorted(root.iterdir()) == sorted([folders[4], again.folder])
+    # Then those that it left are older than its own, whatever they are called.
+    next_one = ranks.write_snapshot(3, iter(tensors.items()), in_use=())
+    assert sorted(root.iterdir()) == sorted([again.folder, next_one.folder])
 
 
 def test_what_is_left_of_a_snapshot_that_was_half_deleted_is_deleted_by_the_next_trainer(
@@ -238,7 +241,7 @@ def test_a_disk_that_is_full_on_one_rank_is_named_and_leaves_nothing(tmp_path, s
 
         ranks = TrainerRanks(world, SnapshotWriter(root, specs_of(tensors), world, source), {})
         if world.rank:
-            ranks.publish(1, stream())
+            ranks.publish(stream())
         else:
             with pytest.raises(SnapshotError, match=rf"^{root}: v1 .* rank 0: .*No space left"):
                 ranks.write_snapshot(1, stream(), in_use=())
@@ -267,7 +270,7 @@ def test_a_trainer_killed_while_it_writes_leaves_nothing_torn(tmp_path, source, 
     assert len(seen) == (2 if point == "end" else 1)
     assert_equal(loaded(seen[0]), old)
     for folder in seen:
-        assert Manifest.read(folder).damaged(folder) == []
+        assert Manifest.read(folder).find_damaged(folder) == []
     again = write(SoloWorld(), source, 2, new, root).folder
     assert_equal(loaded(again), new)
     left = sorted(root.iterdir())
@@ -281,7 +284,7 @@ def test_ranks_that_are_told_to_rest_take_nothing(tmp_path, source):
         writer = SnapshotWriter(tmp_path / "w", specs_of(model()), world, source)
         ranks = TrainerRanks(world, writer, {})
         if world.rank:
-            ranks.publish(1, tensors)
+            ranks.publish(tensors)
         else:
             ranks.tell(Rest())
         return len(list(tensors))

@@ -7,12 +7,12 @@ import pytest
 from episode_fakes import Numbers, answer, episodes
 from roles.role_fakes import config
 
-from relax_hpc.engines.response import Draft
-from relax_hpc.environments.record import Record
+from relax_hpc.data.conversation import StopTexts
+from relax_hpc.data.source import Prompt
+from relax_hpc.environments.record import EpisodeRecord
 from relax_hpc.environments.session import Session
 from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.prompts.source import Prompt
-from relax_hpc.sampling.how import How
+from relax_hpc.inference.generation import Draft, Sampling
 from relax_hpc.schema import FinishReason
 
 PROMPT = Prompt(0, [7], "", [{"role": "user", "content": "7"}], where="a test")
@@ -28,8 +28,10 @@ def ends_of(*stops, **said):
             return answer(draft, [3], [-1.0], [(0, 0)])
 
     async def run(stop):
-        how = How(1.0, 50, 1000, end=Numbers().stop(["run"]))
-        made = Session(PROMPT, Record(), Engine(), Numbers(), how, group=0, episode=0, seed=1)
+        how = Sampling(1.0, 50, max_tokens=1000, end=Numbers().stop(["run"]))
+        made = Session(
+            PROMPT, EpisodeRecord(), Engine(), Numbers(), how, group=0, episode=0, seed=1
+        )
         await made.chat(stop=stop, **said)
 
     for stop in stops:
@@ -73,7 +75,7 @@ def test_experts_of_a_reply_that_is_cut_are_on_no_record():
     """Those that came with a part of it before it was broken off are of other tokens."""
     draft = Draft([1, 2, 3, 4], [-1.0] * 4, [(0, 5)], [np.zeros((3, 2), np.int16)])
     draft.cut(2)
-    made = draft.finished(FinishReason.STOP)
+    made = draft.finish(FinishReason.STOP)
     assert (made.token_ids, made.routed_experts) == ([1, 2], None)
 
 
@@ -88,3 +90,44 @@ def test_texts_and_routing_replay_are_refused_together():
         )
     with pytest.raises(ConfigError, match=r"rollout.stop.0 = '': "):
         config(rollout__stop=[""])
+
+
+PIECES = ["a", "\n", "Q", ":", "", "\nQ", ": b", "<|end|>"]
+
+
+def decode(token_ids):
+    return "".join(PIECES[token] for token in token_ids)
+
+
+def end_by_chunks(stop, token_ids, size):
+    """The end as a client asks for it, chunk by chunk."""
+    for seen in range(0, len(token_ids), size):
+        if (end := stop(token_ids[: seen + size], seen)) is not None:
+            return end
+    return None
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 64])
+@pytest.mark.parametrize(
+    ("texts", "token_ids", "end"),
+    [
+        (["\nQ:"], [0, 1, 2, 3, 0, 0], 4),
+        (["\nQ:"], [0, 5, 6, 0], 3),  # in the middle of a token, which is kept
+        (["\nQ:"], [0, 5, 4, 4, 3, 0], 5),  # some tokens show nothing
+        (["\nQ:"], [0, 5, 0, 3], None),
+        (["\nQ:", "aa"], [1, 0, 0, 1, 2, 3], 3),  # the first to come
+        (["<|end|>"], [0, 7], 2),
+        (["a"], [0, 0, 0], 1),
+        (["a", "x" * 90], [0, 0, 0], 1),
+    ],
+)
+def test_a_response_ends_with_the_token_that_completes_a_text(texts, token_ids, end, size):
+    stop = StopTexts(decode, texts)
+    assert end_by_chunks(stop, [1] * 100 + token_ids, size) == (end and 100 + end)
+
+
+def test_what_was_looked_at_is_not_decoded_again_and_again():
+    decoded = []
+    stop = StopTexts(lambda tokens: decoded.append(len(tokens)) or "", ["abcd"])
+    assert end_by_chunks(stop, [0] * 10_000, 50) is None
+    assert max(decoded) < 50 + 20

@@ -7,14 +7,15 @@ import os
 import pwd
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from file_systems import small_tmpfs
 
-from relax_hpc import records, storage
-from relax_hpc.telemetry import logs
-from relax_hpc.telemetry.events import EventWriter, parse
+from relax_hpc.runtime.files import records, storage
+from relax_hpc.runtime.telemetry import logs
+from relax_hpc.runtime.telemetry.events import EventWriter, parse
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +35,21 @@ def fill(folder):
     return path
 
 
+def refused(code):
+    """A call that always fails so."""
+
+    def call(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+def refused_once(real, code):
+    """A call that fails so when it is first made."""
+    left = [refused(code)]
+    return lambda *args: (left.pop() if left else real)(*args)
+
+
 class Call:
     """Fails with these errors, then says what it was called for."""
 
@@ -43,8 +59,7 @@ class Call:
     def __call__(self):
         self.count += 1
         if self._codes:
-            code = self._codes.pop(0)
-            raise OSError(code, os.strerror(code))
+            refused(self._codes.pop(0))()
         return "done"
 
 
@@ -115,7 +130,7 @@ def test_a_record_that_is_published_once_is_the_writers_own_whatever_storage_say
         real(*args)
         if not calls:
             calls.append(args)
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+            refused(errno.EIO)()
 
     for there in (False, True):
         calls = []
@@ -144,11 +159,8 @@ def test_two_writers_of_one_record_never_share_a_draft(tmp_path, monkeypatch):
 
 
 def test_a_record_that_cannot_be_written_leaves_no_draft(tmp_path, monkeypatch):
-    def fsync(_):
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
     storage.settle(0.0)
-    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", refused(errno.EDQUOT))
     with pytest.raises(OSError, match="quota"):
         records.write_json(tmp_path / "record.json", {})
     assert not list(tmp_path.iterdir())
@@ -173,25 +185,13 @@ def test_small_records_find_room_on_a_full_disk_and_others_wait_until_there_is_s
             args=(root / "large", lambda: written.append((root / "large").write_bytes(bytes(9)))),
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Path, "write_bytes", _full_once(Path.write_bytes))
+            patch.setattr(Path, "write_bytes", refused_once(Path.write_bytes, errno.ENOSPC))
             shard.start()
             shard.join(0.3)
             assert shard.is_alive() and not written, "it would fit, but small records come first"
             filling.unlink()
             shard.join(30)
         assert written == [9] and not storage.is_short()
-
-
-def _full_once(real):
-    calls = []
-
-    def write_bytes(*args):
-        calls.append(args)
-        if len(calls) == 1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(*args)
-
-    return write_bytes
 
 
 def test_events_and_lines_that_find_no_room_are_dropped_and_counted(tmp_path):
@@ -226,17 +226,8 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path, monkeypatc
     storage.settle(60.0)
     (tmp_path / "b").touch()
     (tmp_path / "a").touch()
-    real, calls = Path.iterdir, []
-
-    def iterdir(path):
-        calls.append(path)
-        if len(calls) == 1:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return real(path)
-
-    monkeypatch.setattr(Path, "iterdir", iterdir)
+    monkeypatch.setattr(Path, "iterdir", refused_once(Path.iterdir, errno.ESTALE))
     assert storage.names(tmp_path) == ["a", "b"]
-    assert len(calls) == 2
     assert storage.names(tmp_path / "none") == []
 
 
@@ -252,9 +243,65 @@ def test_room_that_was_short_for_a_moment_is_not_short_for_good(tmp_path):
 
 def test_a_reserve_that_cannot_be_looked_at_says_nothing_of_room(tmp_path, monkeypatch):
     storage.settle(60.0, reserve=tmp_path / "control" / "reserve")
-
-    def exists(path):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(Path, "exists", exists)
+    monkeypatch.setattr(Path, "exists", refused(errno.EIO))
     assert not storage.is_short()
+
+
+# O3
+@pytest.mark.parametrize("name", ["EOPNOTSUPP", "EPERM", "ENOSYS", "EMLINK", "EINVAL", "EACCES"])
+def test_without_hard_links_a_record_is_published_once_whole_and_may_be_retracted(
+    tmp_path, monkeypatch, name
+):
+    monkeypatch.setattr(os, "link", refused(getattr(errno, name)))
+    path = tmp_path / "record.json"
+    assert records.write_json_once(path, {"by": 1})
+    assert not records.write_json_once(path, {"by": 2})
+    assert records.read_json(path) == {"by": 1}
+    path.write_text("{}")  # who published it may replace it
+    assert not records.write_json_once(path, {"by": 2})
+    assert records.read_json(path) == {}
+    records.retract(path)
+    assert list(tmp_path.iterdir()) == []
+    records.write_json(path, {"by": 3})
+    assert not records.write_json_once(path, {"by": 2})
+    records.retract(path)
+    assert records.write_json_once(path, {"by": 4}) and records.read_json(path) == {"by": 4}
+
+
+def test_of_many_writers_without_hard_links_one_succeeds_and_nobody_reads_half(
+    tmp_path, monkeypatch
+):  # O3
+    monkeypatch.setattr(os, "link", refused(errno.EOPNOTSUPP))
+    rounds, begin = 30, threading.Barrier(4)
+    won, seen = [[] for _ in range(rounds)], [[] for _ in range(rounds)]
+
+    def write(who):
+        for number in range(rounds):
+            path = tmp_path / f"{number}.json"
+            begin.wait()
+            if records.write_json_once(path, {"by": who, "text": "x" * 10_000}):
+                won[number].append(who)
+            seen[number].append(records.read_json(path)["by"])  # None, or half of it, would raise
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    assert [len(each) for each in won] == [1] * rounds
+    assert all(set(found) == set(who) for found, who in zip(seen, won, strict=True))
+    assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".once"}, "no drafts are left"
+
+
+def test_what_a_writer_that_died_had_claimed_is_published_by_the_next(tmp_path, monkeypatch):  # O3
+    monkeypatch.setattr(os, "link", refused(errno.EOPNOTSUPP))
+    monkeypatch.setattr(records, "_OTHER_S", 0.1)
+    path = tmp_path / "record.json"
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "write_bytes", die)
+        with pytest.raises(KeyboardInterrupt):
+            records.write_json_once(path, {"by": "the first"})
+    assert records.read_json(path) is None
+    assert not records.write_json_once(path, {"by": "the second"})
+    assert records.read_json(path) == {"by": "the first"}

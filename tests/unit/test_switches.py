@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from relax_hpc.comm.orders import Receipt
-from relax_hpc.fleet import switches
-from relax_hpc.fleet.members import Member
-from relax_hpc.paths import RunPaths
+from relax_hpc.inference import switches
+from relax_hpc.inference.members import Member
+from relax_hpc.runtime.comm.orders import Receipt
+from relax_hpc.runtime.paths import RunPaths
 
 
 def member(start):

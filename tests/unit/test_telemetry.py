@@ -1,27 +1,30 @@
+"""Events, figures and curves of a run; files are strict JSON, as other readers know no NaN."""
+
 import json
 import logging
+import math
 import os
 import socket
 
+import board_runs
 import numpy as np
 import pytest
+from board_runs import event, step
+from job_trees import job_of
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from relax_hpc.paths import RunPaths
-from relax_hpc.roles.rollout.heldout import Board, Due, Share
-from relax_hpc.telemetry import curve, events, history, logs, progress
-from relax_hpc.telemetry.events import FREQUENT, EventWriter, events_of_state, read_events
-from relax_hpc.telemetry.pace import PaceMeter, accounted
-from relax_hpc.telemetry.points import Point, Points
-from relax_hpc.telemetry.timers import Timers
-
-
-def event(kind, time, role="actor", rank=0, **fields):
-    return {"time": time, "role": role, "rank": rank, "pid": 1, "event": kind} | fields
-
-
-def step(number, time, reward, **fields):
-    ages = {"staleness/mean": 0.5, "staleness/max": 1}
-    return event("step", time, step=number, **({"reward/mean": reward} | ages | fields))
+from relax_hpc.bus.frames import encode
+from relax_hpc.config import job_file
+from relax_hpc.roles.rollout.heldout import Due, ScoreBoard, TaskScore
+from relax_hpc.runs import summary
+from relax_hpc.runs.boards import finish
+from relax_hpc.runtime.files.records import finite, write_json
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry import curve, events, history, logs, progress
+from relax_hpc.runtime.telemetry.events import FREQUENT, EventWriter, events_of_state, read_events
+from relax_hpc.runtime.telemetry.history import Point, Points
+from relax_hpc.runtime.telemetry.progress import PaceMeter, account
+from relax_hpc.runtime.telemetry.timers import Timers
 
 
 def evaluation(when, version, rank, correct, num_samples, time=0.0, number=0, **fields):
@@ -32,11 +35,7 @@ def evaluation(when, version, rank, correct, num_samples, time=0.0, number=0, **
 
 
 def write(run_dir, events):
-    for record in events:
-        path = RunPaths(run_dir).events(record["role"], record["rank"])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    board_runs.write(RunPaths(run_dir), *events)
 
 
 @pytest.fixture
@@ -113,10 +112,6 @@ def test_events_of_all_ranks_come_in_order_of_time(tmp_path):
     write(tmp_path, [event("b", 2.0), event("d", 4.0), event("c", 3.0, "rollout", 1),
                      event("a", 1.0, "rollout", 0)])  # fmt: skip
     assert "".join(e["event"] for e in read_events(tmp_path / "events")) == "abcd"
-
-
-def test_a_run_without_events_has_none(tmp_path):
-    assert read_events(tmp_path / "none") == []
 
 
 def test_a_step_trained_again_counts_once_with_its_newest_values(run_dir):
@@ -206,20 +201,9 @@ def test_the_parts_of_a_step_are_the_step(monkeypatch):
     with timers("wait"):
         pass
     spent = {"num_tokens": 5, "time/update": 4.5} | timers.seconds
-    assert accounted(timers.elapsed, spent) == {"time/other": 0.5, "time/step": 7.0}
+    assert account(timers.elapsed, spent) == {"time/other": 0.5, "time/step": 7.0}
     # A GPU's clock and the host's differ a little.
-    assert accounted(1.0, {"time/update": 1.001}) == {"time/other": 0.0, "time/step": 1.0}
-
-
-def test_the_curve_is_a_picture_that_changes_with_the_run(run_dir):
-    path = curve.plot(run_dir)
-    assert path == RunPaths(run_dir).reward_curve
-    before = path.read_bytes()
-    assert before.startswith(b"\x89PNG")
-    assert len(before) > 20_000
-    assert curve.plot(run_dir).read_bytes() == before
-    write(run_dir, [step(4, 9.0, 0.9)])
-    assert curve.plot(run_dir).read_bytes() != before
+    assert account(1.0, {"time/update": 1.001}) == {"time/other": 0.0, "time/step": 1.0}
 
 
 def test_who_looks_at_a_run_reads_no_more_of_what_comes_all_the_time(tmp_path, monkeypatch):
@@ -246,10 +230,64 @@ def test_a_run_without_steps_can_be_drawn(tmp_path):
     assert curve.plot(tmp_path).stat().st_size > 5_000
 
 
-def test_smoothing_starts_at_the_first_value_and_weighs_the_newest_most():
-    # After two values the weights are keep and 1, over keep + 1.
-    assert curve.smooth([1.0, 0.0, 0.0], keep=0.5) == pytest.approx([1.0, 1 / 3, 1 / 7])
-    assert curve.smooth([0.4] * 5, keep=0.9) == pytest.approx([0.4] * 5)
+def test_a_smoothed_curve_stays_with_a_loss_that_falls_and_is_calm_where_it_only_trembles():  # U7
+    falls = [4 * math.exp(-step / 3) + 1.5 for step in range(60)]
+    noise = [0.05 * (-1) ** step for step in range(60)]
+    there = [a + b for a, b in zip(falls, noise, strict=True)]
+    smoothed = curve.smooth(there)
+    assert max(abs(a - b) for a, b in zip(smoothed, falls, strict=True)) < 0.2
+    assert max(abs(a - b) for a, b in zip(smoothed[20:], falls[20:], strict=True)) < 0.025
+    drop = curve.smooth([5.0] * 10 + [1.5] * 50)
+    assert drop == pytest.approx([5.0] * 10 + [1.5] * 50, abs=0.01)
+    assert curve.smooth(there[::-1]) == pytest.approx(smoothed[::-1]), "past and future are alike"
+
+
+def test_smoothing_of_equal_values_and_of_less_than_three_changes_nothing():  # U7
+    assert curve.smooth([0.4] * 5) == pytest.approx([0.4] * 5)
+    assert curve.smooth([1.0, 0.0]) == [1.0, 0.0] and curve.smooth([]) == []
+
+
+def drawn_by(monkeypatch, plot, run_dir):
+    """The figure that is drawn of a run."""
+    drawn = []
+    monkeypatch.setattr(curve.picture, "save", lambda figure, path: drawn.append(figure))
+    plot(run_dir)
+    return drawn[0]
+
+
+def names_in(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_every_held_out_set_is_drawn_and_named_and_none_that_there_is_not(
+    tmp_path, monkeypatch
+):  # U7, U10
+    sets = {f"set-{n}": [0.575 - n / 20, 0.1 + n / 20] for n in range(9)}
+    evaluated = [
+        event(
+            "eval", 10 + number, "rollout", name=name, headline=name == "set-0", when="during",
+            number=number, version=number, version_max=number, correct=100 * values[number],
+            num_samples=100,
+        )
+        for name, values in sets.items() for number in (0, 1)
+    ]  # fmt: skip
+    write(tmp_path, [*(step(n, n, 0.5) for n in (1, 2, 3)), *evaluated])
+    upper = drawn_by(monkeypatch, curve.plot, tmp_path).axes[0]
+    lines = {line.get_label(): line for line in upper.get_lines()}
+    assert {name for name in lines if name.startswith("held-out")} == {
+        f"held-out: {name}" for name in sets
+    }
+    for name, values in sets.items():
+        assert lines[f"held-out: {name}"].get_ydata() == pytest.approx(values)
+    assert len({(line.get_color(), line.get_marker()) for line in lines.values()}) >= 10
+    assert names_in(upper) == list(lines)
+
+
+@pytest.mark.parametrize("plot", [curve.plot, curve.plot_loss])
+def test_a_run_without_a_held_out_set_names_none(tmp_path, monkeypatch, plot):  # U7
+    write(tmp_path, [step(n, n, 0.5) | {"loss": 1.0} for n in (1, 2, 3)])
+    named = names_in(drawn_by(monkeypatch, plot, tmp_path).axes[0])
+    assert named == ["training, per step", "training, smoothed"]
 
 
 FIELDS = {
@@ -261,7 +299,7 @@ FIELDS = {
 
 def test_a_step_is_one_readable_line():
     assert progress.step_line(FIELDS, 200, 250.0) == (
-        "step  12/200 | reward 0.534 | staleness 1.0 (max 1) | loss -0.012 | 5.1k tok/s"
+        "step  12/200 | reward 0.534 | staleness 1.0 (max 1) | loss -0.012 | trained 5.1k tok/s"
         " | 1.3 s (wait 0.1 train 0.9 publish 0.2) | ETA 4 min"
     )
 
@@ -330,7 +368,76 @@ def test_rank_0_tells_the_story_and_the_others_only_warn(
 def test_what_a_rank_says_for_all_of_them_is_part_of_the_story(tmp_path, capsys, package_log):
     logs.setup("rollout", 1, None)
     logging.getLogger("relax_hpc.roles.rollout.loop").info("mine")
-    Board(RunPaths(tmp_path), 0, 2).add(Due("h", "before", 0), Share(0, 0, 1.0, 4), [])
-    Board(RunPaths(tmp_path), 1, 2).add(Due("h", "before", 0), Share(0, 0, 3.0, 4), [])
+    ScoreBoard(RunPaths(tmp_path), 0, 2).add(Due("h", "before", 0), TaskScore(0, 0, 1.0, 4), [])
+    ScoreBoard(RunPaths(tmp_path), 1, 2).add(Due("h", "before", 0), TaskScore(0, 0, 3.0, 4), [])
     [line] = capsys.readouterr().err.splitlines()
     assert line.endswith("relax_hpc.roles.rollout.heldout: held-out before, policy 0: 0.500 (h)")
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def strict(text):
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_a_figure_that_is_not_finite_is_null_and_named(tmp_path):
+    path = tmp_path / "events" / "actor-0.jsonl"
+    with EventWriter(path, "actor", 0) as events:
+        events.emit(
+            "step", step=3, loss=NAN, grad_norm=np.float32(INF), lr=0.5,
+            num_tokens=[["a", 1.0], ["b", -INF]], num_documents="NaN",
+        )  # fmt: skip
+        events.emit("end")
+    first, second = map(strict, path.read_text().splitlines())
+    assert (first["step"], first["loss"], first["grad_norm"], first["lr"]) == (3, None, None, 0.5)
+    assert (first["num_tokens"], first["num_documents"]) == ([["a", 1.0], ["b", None]], "NaN")
+    wrong = {"loss": "NaN", "grad_norm": "Infinity", "num_tokens": "-Infinity"}
+    assert first["not_finite"] == wrong
+    assert "not_finite" not in second
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+def test_a_run_with_such_figures_has_its_summary_its_picture_and_its_tensorboard(tmp_path, kind):
+    paths = RunPaths(tmp_path / "run")
+    sft = {"train": "t", "batch_size": 1, "num_steps": 9}
+    tables = {"prompts": None, "schedule": None, "sft": sft} if kind == "sft" else {}
+    paths.root.mkdir()
+    paths.config.write_text(job_of(**tables).model_dump_json())
+    with EventWriter(paths.events("actor", 0), "actor", 0) as events:
+        events.emit("step", step=1, loss=1.0, **{"reward/mean": 0.25})
+        events.emit("step", step=2, loss=NAN, grad_norm=INF, **{"reward/mean": NAN})
+        events.emit("heldout", step=2, loss=NAN, num_tokens=5)
+    with EventWriter(paths.events("rollout", 0), "rollout", 0) as events:
+        events.emit(
+            "eval", name="h", headline=True, when="before", number=0, version=0, version_max=0,
+            correct=NAN, num_samples=4,
+        )  # fmt: skip
+        events.emit("shard", num_trajectories=2, **{"reward/mean": NAN})
+    found = summary.write(paths.root)
+    assert strict(paths.summary.read_text()) == found
+    assert found["steps_done"] == 2
+    finish.complete(paths, job_file.read_resolved(paths.config), failed=False)
+    drawn = EventAccumulator(str(paths.tensorboard)).Reload()
+    losses = [scalar.value for scalar in drawn.Scalars("loss/total")]
+    assert losses[0] == 1.0 and math.isnan(losses[1])
+    assert [scalar.value for scalar in drawn.Scalars("trainer/grad_norm")] == [INF]
+    (curve.plot_loss if kind == "sft" else curve.plot)(paths.root)
+
+
+def test_what_an_older_writer_left_is_read_as_null(tmp_path):
+    line = '{"time": 1.0, "event": "step", "step": 1, "loss": NaN}\n'
+    (tmp_path / "actor-0.jsonl").write_text(line)
+    assert read_events(tmp_path) == [{"time": 1.0, "event": "step", "step": 1, "loss": None}]
+
+
+@pytest.mark.parametrize("number", [NAN, INF, -INF])
+def test_records_hold_no_such_numbers(tmp_path, number):
+    for write in (lambda record: write_json(tmp_path / "a.json", record), encode):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            write({"value": number})
+    assert not (tmp_path / "a.json").exists()
+    assert finite({"a": [1, {"b": number}]})[0] == {"a": [1, {"b": None}]}

@@ -1,48 +1,34 @@
 import json
 import re
 
-import numpy as np
 import pytest
+from job_trees import job_of
+from roles.role_fakes import row
 
-from relax_hpc import job_file
 from relax_hpc.bus import layout
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.config import job_file
 from relax_hpc.errors import ConfigError
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import write_json
 from relax_hpc.runs import report, summary
-from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
-from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.runtime.files.records import write_json
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import EventWriter
+from relax_hpc.schema import PromptGroup
 
 
-def group(guid, version):
-    rows = [
-        Trajectory(
-            guid=guid, sibling=sibling, prompt_index=guid, seed=sibling,
-            token_ids=np.arange(3, dtype=np.int32), prompt_len=1,
-            loss_mask=np.array([0, 1, 1], np.uint8),
-            columns={"rollout_logprobs": np.zeros(3, np.float32)},
-            version_runs=np.array([[1, version]], np.int32), finish=FinishReason.STOP, reward=1.0,
-        )
-        for sibling in range(2)
-    ]  # fmt: skip
-    return PromptGroup(guid, rows)
+def group(guid):
+    return PromptGroup(guid, [row(guid, sibling, prompt=1, response=2) for sibling in range(2)])
 
 
 @pytest.fixture
 def paths(tmp_path):
     """A run of 10 steps of one prompt group, nothing done yet."""
     paths = RunPaths(tmp_path / "run")
-    tree = {
-        "name": "run",
-        "model": {"path": "m"},
-        "prompts": {"train": "t"},
-        "schedule": {"num_steps": 10, "prompts_per_step": 1},
-        "rollout": {"samples_per_prompt": 2},
-    }
+    schedule = {"num_steps": 10, "prompts_per_step": 1}
+    job = job_of(schedule=schedule, rollout__samples_per_prompt=2)
     paths.root.mkdir()
-    paths.config.write_text(job_file.validate(tree, source="test").model_dump_json())
+    paths.config.write_text(job.model_dump_json())
     return paths
 
 
@@ -70,7 +56,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
 def test_trajectories_are_counted_from_the_bus_and_the_steps(paths):
     layout.create(paths.bus, ["rollout-0"], {})
     with Producer(paths.bus, "rollout-0", {}) as producer:
-        producer.put([group(0, 0), group(1, 0), group(2, 0)])
+        producer.put([group(0), group(1), group(2)])
     with Sequencer(paths.bus, prompts_per_step=1, position=None) as sequencer:
         for step in (1, 2):
             sequencer.next_portion(step, timeout_s=5)

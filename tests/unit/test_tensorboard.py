@@ -10,16 +10,14 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import metadata as custom_scalars
 from tensorboard.plugins.hparams import metadata as hparams
 
-from relax_hpc import storage
-from relax_hpc.boards import finish, run_board
-from relax_hpc.boards.description import CHARTS
-from relax_hpc.boards.run_board import RunBoard
-from relax_hpc.telemetry import event_tail, events
-from relax_hpc.telemetry.event_names import tag
-from relax_hpc.telemetry.event_table import EVENTS, PREFIXES
-from relax_hpc.telemetry.event_tail import EventTail
-from relax_hpc.telemetry.points import Point
-from relax_hpc.telemetry.tensorboard import TensorBoard
+from relax_hpc.runs.boards import finish, run_board
+from relax_hpc.runs.boards.run_board import CHARTS, RunBoard
+from relax_hpc.runtime.files import storage
+from relax_hpc.runtime.telemetry import events
+from relax_hpc.runtime.telemetry.event_table import EVENTS, PREFIXES, tag
+from relax_hpc.runtime.telemetry.events import EventTail
+from relax_hpc.runtime.telemetry.history import Point
+from relax_hpc.runtime.telemetry.tensorboard import TensorBoard
 
 LOAD = {"seconds": 5.0, "num_tokens": 9, "in_flight": 1, "kv_used": None}
 
@@ -278,9 +276,9 @@ def test_a_run_of_weeks_is_read_once_a_little_at_a_time_and_shown_when_all_is_th
     every = [step(number, 1.0 + number, number / 100) for number in range(1, 61)]
     loads = [event("load", 1.5 + n / 2, "rollout", id="e", **LOAD) for n in range(90)]
     write(paths, *every, *loads)
-    monkeypatch.setattr(event_tail, "MOST", 30)
-    read_again, pictures = [], []
-    monkeypatch.setattr(events, "parse", read_again.append)
+    monkeypatch.setattr(events, "MOST", 30)
+    parse, parsed, pictures = events.parse, [], []
+    monkeypatch.setattr(events, "parse", lambda line: parsed.append(line) or parse(line))
     monkeypatch.setattr(run_board.curve, "plot", lambda _, drawn: pictures.append(list(drawn)))
     board, given = RunBoard(paths, config), []
     while found := board.update():
@@ -293,7 +291,7 @@ def test_a_run_of_weeks_is_read_once_a_little_at_a_time_and_shown_when_all_is_th
     board.picture()
     assert [each["step"] for each in pictures[0]] == [each["step"] for each in every]
     assert {key for each in pictures[0] for key in each} == {"event", "time", "step", "reward/mean"}
-    assert read_again == []
+    assert len(parsed) == len(set(parsed)) == len(every) + len(loads)
     assert len(curves(read(paths.tensorboard))["reward/mean"]) == len(every)
 
 

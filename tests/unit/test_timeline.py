@@ -1,17 +1,24 @@
 import json
+import os
 import time
 
 import pytest
+from board_runs import event, step
 from matplotlib.image import imread
-from test_telemetry import event, step, write
+from test_telemetry import write
+from typer.testing import CliRunner
 
-from relax_hpc.engines.pool_engine import EngineLoad
-from relax_hpc.engines.response import Counts
+from relax_hpc.cli.runs import runs
 from relax_hpc.errors import ConfigError
-from relax_hpc.sampling.load import LoadMeter
-from relax_hpc.telemetry import timeline, timeline_plot
-from relax_hpc.telemetry.events import EventWriter, read_events
-from relax_hpc.telemetry.timers import Timers
+from relax_hpc.inference.generation import Counts
+from relax_hpc.inference.pool import EngineLoad
+from relax_hpc.inference.pool_client import LoadMeter
+from relax_hpc.runs import verdict
+from relax_hpc.runtime import heartbeat
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry import history, progress, timeline
+from relax_hpc.runtime.telemetry.events import EventWriter, read_events
+from relax_hpc.runtime.telemetry.timers import Timers
 
 
 def timed(number, end, **spent):
@@ -132,19 +139,19 @@ def test_steps_that_are_not_there_are_named_with_those_that_are(run_dir, tmp_pat
 
 def test_the_rates_of_all_tasks_at_an_engine_add_up(run_dir):
     found = timeline.read(run_dir, first=2, last=2)
-    times, rates = timeline_plot._curve(found.engines["b"], found)
+    times, rates = timeline._curve(found.engines["b"], found)
     assert times == [-2.0, 3.0, 8.0]
     assert rates == [pytest.approx(100), pytest.approx(110), pytest.approx(0)]
 
 
 def test_the_picture_shows_phases_in_their_colours(run_dir, tmp_path):
     found = timeline.read(run_dir)
-    path = timeline_plot.plot([found], tmp_path / "t.png")
+    path = timeline.plot([found], tmp_path / "t.png")
     pixels = (imread(path)[..., :3] * 255).round().astype(int).reshape(-1, 3).tolist()
     shown = {f"#{r:02x}{g:02x}{b:02x}" for r, g, b in pixels}
     names = {"wait", "publish", "score", "train"}
-    assert {timeline_plot.COLORS[name] for name in names} | {timeline_plot.PAUSE} <= shown
-    assert timeline_plot.COLORS["save"] not in shown
+    assert {timeline.COLORS[name] for name in names} | {timeline.PAUSE} <= shown
+    assert timeline.COLORS["save"] not in shown
     assert [p.name for p in tmp_path.iterdir() if "t.png" in p.name] == ["t.png"]
 
 
@@ -152,9 +159,7 @@ def test_many_engines_are_drawn_as_one(run_dir, tmp_path):
     few = timeline.read(run_dir)
     rates = few.engines["a"]
     many = few._replace(engines={f"e{number}": rates for number in range(17)})
-    heights = [
-        imread(timeline_plot.plot([each], tmp_path / "t.png")).shape[0] for each in (few, many)
-    ]
+    heights = [imread(timeline.plot([each], tmp_path / "t.png")).shape[0] for each in (few, many)]
     assert heights[1] < heights[0]
 
 
@@ -188,3 +193,229 @@ def test_the_load_of_an_engine_is_what_came_since_the_last_note(tmp_path):
     assert [e["num_tokens"] for e in noted] == [10, 15, 7, 4]
     fields = {"id", "seconds", "num_tokens", "in_flight", "version", "kv_used", "num_media_cached"}
     assert fields <= set(json.loads((tmp_path / "rollout-0.jsonl").read_text().splitlines()[0]))
+
+
+def figure_of(found, tmp_path):
+    drawn = []
+    timeline.plot([found], tmp_path / "t.png", lambda figure, path: drawn.append(figure))
+    return drawn[0]
+
+
+def test_no_two_names_of_a_legend_share_a_colour_and_numbers_of_steps_say_what_they_are(
+    tmp_path,
+):  # U, pictures
+    names = [*timeline.COLORS, *(f"other-{n}" for n in range(8))]
+    parts = [(name, 5.0 + 0.1 * n, 0.1) for n, name in enumerate(names) if name != "update"]
+    write(tmp_path, [timed(n, 10.0 * n, step=9.0) for n in (1, 2)] + [phases(1, 10.0, *parts)])
+    axes = figure_of(timeline.read(tmp_path), tmp_path).axes[0]
+    patches = axes.get_legend().get_patches()
+    assert len({patch.get_facecolor() for patch in patches}) == len(patches) == len(names) - 1
+    drawn = {bar.get_facecolor()[0].tolist().__str__() for bar in axes.collections}
+    assert drawn >= {str(list(patch.get_facecolor())) for patch in patches}
+    assert [text.get_text() for text in axes.texts] == ["step 1", "2"]
+
+
+def test_what_has_no_name_of_its_own_is_the_last_row_of_the_table(tmp_path):  # U13
+    first = timed(1, 10.0, step=9.0, wait=4.0, other=1.0)
+    write(tmp_path, [first, timed(2, 20.0, step=9.0, wait=4.0, other=1.0, save_copy=2.0)])
+    found = timeline.summary(timeline.read(tmp_path))
+    assert list(found.phases.items()) == [("wait", 4.0), ("save_copy", 1.0), ("other", 1.0)]
+
+
+def test_a_steps_line_tells_the_copy_of_a_checkpoint_beside_the_save_and_the_rest_last():  # U13
+    spent = {"time/step": 9.0, "time/other": 1.0, "time/save": 2.0, "time/save_copy": 3.0}
+    said = progress.step_line({"step": 1, **spent}, 3, None)
+    assert said.endswith("9.0 s (save 2.0 save_copy 3.0 other 1.0)")
+
+
+def set_clock(run_dir, task, by):
+    """Has a task have noted everything so many seconds later, by its own clock."""
+    path = run_dir / "events" / f"{task}.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    for each in events:
+        each["time"] += by
+        each["phases"] = [[name, start + by, s] for name, start, s in each.get("phases", ())]
+    path.write_text("".join(json.dumps(each) + "\n" for each in events))
+
+
+@pytest.mark.parametrize("by", [-600.0, 600.0])
+def test_clocks_that_differ_are_told_of_and_change_no_number(run_dir, by):  # O10
+    usual = timeline.summary(timeline.read(run_dir))
+    assert usual.clocks == {} and "clocks" not in timeline.text(usual)
+    set_clock(run_dir, "actor-0", by)
+    found = timeline.summary(timeline.read(run_dir))
+    assert found.clocks == {"actor-0": pytest.approx(-by, abs=30)}
+    assert found.engines == 2
+    assert found.tokens_per_s == pytest.approx(usual.tokens_per_s, rel=0.4)  # but for its last look
+    how = "behind" if by < 0 else "ahead"
+    assert f"actor-0's is 10 min {how}" in timeline.text(found).splitlines()[-1]
+
+
+def test_in_a_copy_of_a_run_a_task_that_ended_early_has_no_other_clock(run_dir):  # O10
+    path = run_dir / "events" / "rollout-0.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    with (run_dir / "events" / "actor-0.jsonl").open("a") as file:
+        file.write(json.dumps(event("resume", events[-1]["time"] + 900.0, step=3)) + "\n")
+    for each in (run_dir / "events").iterdir():
+        os.utime(each)
+    assert history.find_late_clocks(run_dir / "events") == {}
+
+
+def test_what_a_task_is_doing_is_seen_whatever_its_clock_says(tmp_path):  # O10
+    for rank, by in enumerate((0.0, -600.0, 600.0)):
+        now = heartbeat.Doing("actor", rank, "n1", "update", 4, 1.0, time.time() + by)
+        heartbeat.DoingFile(tmp_path / f"actor-{rank}.json").write(now)
+    seen = heartbeat.read_doing(tmp_path)
+    assert [each.rank for each in seen] == [0, 1, 2]
+    assert all(abs(each.time - time.time()) < 60 for each in seen)
+    for path in tmp_path.iterdir():
+        os.utime(path, (0, time.time() - 300))
+    (tmp_path / "actor-0.json").unlink()
+    assert heartbeat.read_doing(tmp_path) == [], "these have ended"
+
+
+def test_an_error_of_a_task_whose_clock_is_behind_is_the_runs(tmp_path):  # O10
+    began, run = time.time() - 300, tmp_path / "run"
+    write(run, [event("start", began, "rollout"), event("resume", began + 300, "rollout", step=0)])
+    write(run, [event("start", began - 600), event("error", began - 300, message="Odd: no")])
+    assert verdict.last_error(run, ["actor"], began) == ("actor-0: Odd: no", "actor-0")
+
+
+def task(time, role="actor", rank=0, attempt="7.0", start=1):
+    return event("start", time, role, rank, attempt=attempt, start=start, node="n")
+
+
+def start_phases(time, *parts, role="actor", rank=0):
+    return event("phases", time, role, rank, step=0, phases=[list(part) for part in parts])
+
+
+def engine(id, time, start_s):
+    return event("engine", time, "rollout", id=id, start="1", start_s=start_s)
+
+
+def first_start():
+    """Tasks begin at 100; the trainer is ready at 125, engines at 160 and 170, and step 1, which
+    begins at 130 and is there for its batch, computes from 180 to 182."""
+    return [
+        task(100.0, "rollout"), task(101.0), task(102.0, "rollout", 1),
+        engine("a", 160.0, 50.0), engine("b", 170.0, 55.0),
+        start_phases(125.0, ("model", 110.0, 12.0), ("warm_up", 123.0, 2.0)),
+        start_phases(161.0, ("prompts", 104.0, 3.0), ("engines", 108.0, 52.0), role="rollout"),
+        start_phases(171.0, ("prompts", 105.0, 3.0), ("engines", 109.0, 61.0), role="rollout",
+                     rank=1),
+        publish(0, 129.0, [], ("gather", 126.0, 1.0), ("wire", 128.0, 0.5)),
+        publish(0, 172.0, ["a", "b"], ("gather", 170.5, 0.5), ("wire", 171.0, 1.0)),
+        phases(1, 182.0, ("wait", 130.0, 40.5), ("publish", 170.5, 1.5), ("wait", 172.0, 8.0),
+               ("train", 180.0, 2.0)),
+        timed(1, 182.0, step=52.0, wait=48.5, publish=1.5),
+        phases(2, 185.0, ("wait", 182.0, 1.0), ("train", 183.0, 2.0)),
+        timed(2, 185.0, step=3.0, wait=1.0),
+        load("a", 184.0, 10.0, 400, 8),
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def started(tmp_path):
+    write(tmp_path / "run", first_start())
+    return tmp_path / "run"
+
+
+def test_a_start_is_told_part_by_part(started):
+    found = timeline.summary(timeline.read(started))
+    assert found.start_s == 80.0, "from the first task's beginning until the batch was there"
+    assert [tuple(part) for part in found.start] == [
+        ("actor", "import", 1.0, 9.0),
+        ("actor", "model", 10.0, 12.0),
+        ("actor", "warm_up", 23.0, 2.0),
+        ("actor", "publish", 26.0, 2.5 + 1.5),
+        ("actor", "wait", 30.0, 48.5),
+        ("actor", "other", 0.0, 80 - 9 - 4 - 12 - 2 - 48.5),
+        ("rollout 1", "import", 2.0, 3.0),  # it was ready after rollout 0
+        ("rollout 1", "prompts", 5.0, 3.0),
+        ("rollout 1", "engines", 9.0, 61.0),
+        ("engine a", "start", 10.0, 50.0),
+        ("engine a", "update", 71.0, 1.0),
+        ("engine b", "start", 15.0, 55.0),
+        ("engine b", "update", 71.0, 1.0),
+    ]
+    lines = timeline.text(found).splitlines()
+    assert lines[0] == "seconds from the start of the tasks to the first step: 80.0; of them"
+    assert lines[1].split() == ["part", "phase", "after", "s"]
+    assert lines[2].split() == ["actor", "import", "1.0", "9.0"]
+    assert "steps 1 to 2: 27.50 s each (means)" in lines, "a step has its wait, as before"
+
+
+def test_only_the_first_step_of_a_start_has_one(started):
+    assert timeline.read(started, first=2).start is None
+    assert timeline.summary(timeline.read(started, first=2)).start_s is None
+    assert not timeline.text(timeline.summary(timeline.read(started, first=2))).startswith("sec")
+
+
+def test_a_resume_and_a_trainer_that_starts_in_place_have_starts_of_their_own(tmp_path):
+    again = [
+        task(300.0, attempt="7.1"), task(310.0, "rollout", attempt="7.1"),
+        start_phases(330.0, ("load", 320.0, 10.0)),
+        timed(3, 350.0, step=15.0, wait=5.0),
+        phases(3, 350.0, ("wait", 335.0, 5.0), ("train", 340.0, 10.0)),
+        task(400.0, attempt="7.1", start=2),
+        timed(4, 430.0, step=10.0),
+    ]  # fmt: skip
+    write(tmp_path / "run", [*first_start(), *again])
+    [third, fourth] = [timeline.read(tmp_path / "run", first=n).start for n in (3, 4)]
+    assert (third.begin, third.end) == (300.0, 340.0)
+    assert {p.name for p in third.phases["actor"]} == {"import", "load", "wait"}
+    assert (fourth.begin, fourth.end) == (400.0, 420.0), "its step has not noted its phases"
+    assert third.engines == fourth.engines == {}
+    whole = timeline.read(tmp_path / "run")
+    assert whole.start.begin == 100.0
+    assert ("load", 320.0, 10.0) in [tuple(p) for p in whole.phases["actor"]]
+    assert {p.name for p in whole.start.phases["actor"]} >= {"model", "warm_up"}
+
+
+def test_of_many_engines_the_last_is_told_and_drawn_are_all(started, tmp_path):
+    many = [engine(f"e{number:02}", 140.0 + number, 20.0) for number in range(17)]
+    write(tmp_path / "many", [*first_start()[:3], *many, *first_start()[5:]])
+    found = timeline.read(tmp_path / "many")
+    assert [p.who for p in timeline.parts(found.start) if p.what == "start"] == [
+        "engine e16 (last of 17)"
+    ]
+    few, more = (
+        imread(timeline.plot([each], tmp_path / "t.png")).shape[0]
+        for each in (timeline.read(started), found)
+    )
+    assert more < few
+
+
+def colours(path):
+    """Colours of the start's panel and of the steps', without the legend."""
+    pixels = (imread(path)[:-150, :, :3] * 255).round().astype(int)
+    width = pixels.shape[1]
+    panels = pixels[:, : 3 * width // 8], pixels[:, width // 2 :]
+    return [{f"#{r:02x}{g:02x}{b:02x}" for r, g, b in p.reshape(-1, 3).tolist()} for p in panels]
+
+
+def test_a_start_is_drawn_beside_its_steps_on_a_scale_of_its_own(started, tmp_path):
+    found = timeline.read(started)
+    left, right = colours(timeline.plot([found], tmp_path / "t.png"))
+    shown = timeline.COLORS
+    assert {shown["import"], shown["model"], shown["wait"], shown["update"]} <= left
+    assert shown["train"] in right and shown["train"] not in left
+    assert shown["model"] not in right
+    pixels = (imread(tmp_path / "t.png")[..., :3] * 255).round().astype(int)
+    blue = [int(shown["train"][i : i + 2], 16) for i in (1, 3, 5)]
+    trained = (pixels == blue).all(axis=-1).any(axis=0)[pixels.shape[1] // 2 :]
+    assert trained.mean() > 0.6, "4 of the 5 seconds behind the start"
+    without = timeline.plot([found._replace(start=None)], tmp_path / "t.png")
+    assert not any(shown["model"] in half for half in colours(without))
+
+
+def test_the_start_is_left_out_if_nobody_wants_it(started):
+    RunPaths(started).config.write_text("{}")
+
+    def told(*more):
+        answer = CliRunner().invoke(runs, ["timeline", str(started), "--json", *more])
+        assert answer.exit_code == 0, answer.output
+        return json.loads(answer.stdout.splitlines()[0])
+
+    assert told()["start"][0] == {"who": "actor", "what": "import", "after_s": 1.0, "seconds": 9.0}
+    assert (told("--no-start")["start_s"], told("--no-start")["start"]) == (None, [])

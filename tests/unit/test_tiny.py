@@ -7,22 +7,26 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from relax_hpc.demo import checkpoint, make_tiny
-from relax_hpc.demo.warm_start import Example, _loss, accuracy, warm_start
-from relax_hpc.prompts import tokenizer
+from relax_hpc.cli.demo import make_tiny, models, tasks
+from relax_hpc.cli.demo.warm_start import Example, _loss, accuracy, warm_start
+from relax_hpc.config.prompts import PromptsConfig
+from relax_hpc.data import tokenizer
+from relax_hpc.data.records import Records
+from relax_hpc.environments.rewards.functions import code
+from relax_hpc.environments.rewards.sandbox import ProgramLimits, run
 
 PROMPT = [{"role": "user", "content": "17+58="}]
 
 
 @pytest.fixture(scope="module")
 def tokens():
-    return checkpoint.tokenizer()
+    return models.tokenizer()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tokens):
     folder = tmp_path_factory.mktemp("model")
-    checkpoint.save(folder, checkpoint.model(tokens, seed=0), tokens)
+    models.save(folder, models.model(tokens, seed=0), tokens)
     return folder
 
 
@@ -72,7 +76,7 @@ def test_a_tokenizer_is_the_one_that_transformers_chooses(folder, tmp_path, name
 
 def test_a_task_that_only_needs_the_tokenizer_imports_no_torch(folder):
     program = (
-        "import sys; from pathlib import Path; from relax_hpc.prompts import tokenizer\n"
+        "import sys; from pathlib import Path; from relax_hpc.data import tokenizer\n"
         "tokens = tokenizer.load(Path(sys.argv[1]))\n"
         "message = {'role': 'user', 'content': '17+58='}\n"
         "tokens.decode(tokens.apply_chat_template([message], return_dict=True)['input_ids'])\n"
@@ -83,7 +87,7 @@ def test_a_task_that_only_needs_the_tokenizer_imports_no_torch(folder):
 
 def test_the_usual_classes_load_the_very_weights_and_the_end_of_turn(folder, tokens):
     loaded = AutoModelForCausalLM.from_pretrained(folder)
-    made = checkpoint.model(tokens, seed=0)
+    made = models.model(tokens, seed=0)
     for name, weight in made.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight), name
     assert loaded.config.architectures == ["Qwen3ForCausalLM"]
@@ -95,14 +99,14 @@ def test_the_usual_classes_load_the_very_weights_and_the_end_of_turn(folder, tok
 
 def test_weights_come_from_the_seed_and_leave_the_global_stream_alone(tokens):
     state = torch.get_rng_state()
-    weights = [checkpoint.model(tokens, seed=s).lm_head.weight for s in (0, 0, 1)]
+    weights = [models.model(tokens, seed=s).lm_head.weight for s in (0, 0, 1)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_loss_of_unequal_rows_is_the_mean_over_response_tokens(tokens):
-    model = checkpoint.model(tokens, seed=0)
+    model = models.model(tokens, seed=0)
     rows = [Example([1, 2, 3], [4, 5]), Example([6], [7, 8, 9, 10])]
     total = 0.0
     for prompt, response, _ in rows:  # each alone, unpadded, from all logits
@@ -113,7 +117,7 @@ def test_the_loss_of_unequal_rows_is_the_mean_over_response_tokens(tokens):
 
 
 def test_accuracy_counts_whole_answers_also_for_prompts_of_unequal_length(tokens):
-    model = checkpoint.model(tokens, seed=0)
+    model = models.model(tokens, seed=0)
     right = []
     for prompt in ([1, 2, 3], [4, 5], [6, 7]):
         ids = torch.tensor([prompt])
@@ -130,7 +134,7 @@ def test_a_warm_start_learns_is_repeatable_and_stops_at_its_target(tokens):
     examples = [Example([10 + i, 3], [50 + i, 2]) for i in range(8)]  # eight facts to memorise
 
     def run(seed):
-        model = checkpoint.model(tokens, seed=0)
+        model = models.model(tokens, seed=0)
         said = []
         outcome = warm_start(model, examples, examples, target=0.9, seed=seed,
                              progress=said.append, batch_size=8, warmup_steps=5, eval_every=10,
@@ -161,3 +165,48 @@ def test_a_made_folder_is_complete_and_only_other_settings_make_it_anew(tmp_path
     assert (tmp_path / "heldout.jsonl").read_text() == "untouched"
     make_tiny.make(tmp_path, digits=1, target=0.0, seed=1, progress=said.append)
     assert len((tmp_path / "heldout.jsonl").read_text().splitlines()) == 8
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("programs")
+    tasks.write_programs(folder, 40, 8, seed=3)
+    found = {}
+    for part in ("train", "heldout"):
+        settings = PromptsConfig(train=[folder / f"{part}.jsonl"])
+        records = Records(settings.mixture, settings)
+        found[part] = [records[n] for n in range(len(records))]
+    return found
+
+
+def passes(program, answer):
+    limits = ProgramLimits(10.0, 2**30, 2**26)
+    tests = code.tests_in(answer)
+    return [test.is_passed(run(test.of(program), limits, "limits")) for test in tests]
+
+
+def test_the_wanted_program_passes_both_tests_and_a_constant_one_of_them_at_most(rows):
+    for row in rows["train"][:3]:
+        wanted = row.metadata["completion"]
+        assert wanted.startswith("```python\n") and wanted.endswith("\n```")
+        program = wanted.removeprefix("```python\n").removesuffix("\n```")
+        assert passes(program, row.answer) == [True, True]
+        first = json.loads(row.answer)["outputs"][0]
+        assert passes(f"print({first})", row.answer) == [True, False]
+        assert passes(program.replace("+", "-"), row.answer) == [False, False]
+
+
+def test_prompts_are_there_once_and_the_tests_are_those_of_their_numbers(rows):
+    asked = [row.prompt[0]["content"] for part in rows.values() for row in part]
+    assert len(asked) == len(set(asked)) == 48 and len(rows["heldout"]) == 8
+    for row in rows["heldout"]:
+        factor, term = map(int, row.prompt[0]["content"].split("n+"))
+        tests = json.loads(row.answer)
+        assert [factor * int(n) + term for n in tests["inputs"]] == list(map(int, tests["outputs"]))
+
+
+def test_a_program_is_few_tokens(rows):
+    tokens = models.tokenizer(words=[*models.WORDS, *tasks.WORDS])
+    assert len(tokens) <= models.VOCAB_SIZE
+    longest = max(len(tokens.encode(row.metadata["completion"])) for row in rows["train"])
+    assert longest + 1 <= 11  # with the end of the turn

@@ -1,8 +1,11 @@
 """One trajectory's tour of the house, on a laptop: real bus, real roles, fake engines."""
 
 import asyncio
+import importlib.util
 import json
+import re
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import episode_fakes
@@ -11,26 +14,28 @@ import pytest
 import torch
 from episode_fakes import answer
 from fake_part import FakePart
+from job_trees import job_of
 
-from relax_hpc import job_file
+import relax_hpc
 from relax_hpc.bus import layout
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.plan import PlanPosition
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
-from relax_hpc.checkpoints.store import Checkpoints
-from relax_hpc.comm.world import SoloWorld
-from relax_hpc.paths import RunPaths
-from relax_hpc.prompts.source import Prompt
+from relax_hpc.data.source import Prompt
 from relax_hpc.roles.actor import loop as actor
-from relax_hpc.roles.actor.rank0 import Rank0
+from relax_hpc.roles.actor.rank0 import ActorRank0
 from relax_hpc.roles.rollout.episodes import seed_of
 from relax_hpc.roles.rollout.folders import Folders
-from relax_hpc.telemetry.events import EventWriter, read_events
+from relax_hpc.runtime.comm.world import SoloWorld
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import EventWriter, read_events
+from relax_hpc.trainer.checkpoints.store import Checkpoints
 from relax_hpc.weights.publish import Published
-from relax_hpc.weights.verify import Verified
+from relax_hpc.weights.transport import DigestComparison
 
+TOUR = Path(__file__).parents[2] / "docs" / "tutorials" / "tour.md"
 STEPS, PROMPTS, SIBLINGS = 12, 4, 8
 TEMPERATURE, SEED = 0.7, 3
 
@@ -129,7 +134,7 @@ class FakeTrainer:
         self.sums = []
         return {"loss": value / max(tokens, 1), "loss/approx_kl": approx_kl / max(tokens, 1)}
 
-    def named_weights(self):
+    def stream_weights(self):
         yield "weight", self.policy.weight
 
     def checkpoint_part(self, *, copy):
@@ -145,13 +150,13 @@ class FakePublisher:
         assert version == self.policy.served[0] + 1
         assert check == (version in (10, STEPS))  # weights.checksum_every, and the last
         self.policy.served = (version, weight.item())
-        verified = Verified("x", {"rollout-0": "x"}, True) if check else None
+        verified = DigestComparison("x", {"rollout-0": "x"}, True) if check else None
         return Published(version, ["rollout-0"], [], False, 4, 0.0, {}, verified)
 
     def has_newcomers(self):
         return False
 
-    def ended_loads(self):
+    def take_ended_loads(self):
         return []
 
     def wait_for_loads(self):
@@ -163,33 +168,21 @@ class FakePublisher:
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
-    config = job_file.validate(
-        {
-            "name": "tour",
-            "seed": SEED,
-            "run_root": str(tmp_path),
-            "model": {"path": "none"},
-            "prompts": {"train": "none"},
-            "rollout": {
-                "samples_per_prompt": SIBLINGS,
-                "groups_per_shard": 2,
-                "temperature": TEMPERATURE,
-            },
-            "actor": {
-                "save_every": 3,
-                "tokens_per_micro_batch": 12,  # 4 rows
-                "portion_micro_batches": 2,  # 24 tokens: a prompt group
-            },
-            "algorithm": {"preset": "decoupled"},
-            "schedule": {
-                "num_steps": STEPS,
-                "prompts_per_step": PROMPTS,
-                "max_staleness": max_staleness,
-            },
-            "eval": {"heldout": {"path": "none", "every": 4}},
+    config = job_of(
+        seed=SEED, run_root=str(tmp_path), algorithm__preset="decoupled",
+        rollout={
+            "samples_per_prompt": SIBLINGS, "groups_per_shard": 2, "temperature": TEMPERATURE,
         },
-        source="test",
-    )
+        actor={
+            "save_every": 3,
+            "tokens_per_micro_batch": 12,  # 4 rows
+            "portion_micro_batches": 2,  # 24 tokens: a prompt group
+        },
+        schedule={
+            "num_steps": STEPS, "prompts_per_step": PROMPTS, "max_staleness": max_staleness,
+        },
+        eval__heldout={"path": "none", "every": 4},
+    )  # fmt: skip
     paths, policy, world = RunPaths(config.run_dir), Policy(), SoloWorld()
     layout.create(paths.bus, config.producers, {})
     sequencer = Sequencer(paths.bus, prompts_per_step=PROMPTS, position=None)
@@ -197,7 +190,7 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
     events = EventWriter(paths.events("actor", 0), "actor", 0)
     trainer = FakeTrainer(policy)
     reader = Reader(paths.bus)
-    rank0 = Rank0(config, sequencer, reader, FakePublisher(policy), [checkpoints], events)
+    rank0 = ActorRank0(config, sequencer, reader, FakePublisher(policy), [checkpoints], events)
 
     def sample_until_finished():
         prompts = [
@@ -253,3 +246,13 @@ def test_seeds_differ_between_siblings_and_repeat_after_a_restart():
     assert len(seeds) == 400
     assert seed_of(0, 3, 1) == seed_of(0, 3, 1)
     assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_the_first_page_names_packages_that_are_there_in_the_order_of_the_tour():
+    """G6: advantages come before rows are read."""
+    stops = list(dict.fromkeys(re.findall(r"^    ([a-z_.]+) ", relax_hpc.__doc__, re.MULTILINE)))
+    assert len(stops) > 8 and all(importlib.util.find_spec(f"relax_hpc.{at}") for at in stops)
+    table = re.findall(r"^\| \d+ \|.*", TOUR.read_text(encoding="utf-8"), re.MULTILINE)
+    places = [[n for n, row in enumerate(table) if f"`{at}" in row] for at in stops]
+    assert len([each for each in places if each]) > 6
+    assert sorted(places) == places

@@ -1,13 +1,17 @@
 """Paths in a job file: what stands there, and the home of who runs it."""
 
+import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from relax_hpc import job_file
+from relax_hpc.config import job_file
+from relax_hpc.config.job_file import validate
 from relax_hpc.errors import ConfigError
+from relax_hpc.launch import cluster, known_runs, profiles
 
 DEMO = Path(__file__).parents[2] / "jobs" / "demo.toml"
 
@@ -35,3 +39,38 @@ def test_a_folder_that_was_removed_is_named_in_one_line(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=gone, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "the folder that this is run in was removed; cd to one that is there\n"
+
+
+def no_home(patch):
+    def home(*_):
+        raise KeyError("uid not found")
+
+    for name in ("HOME", "USER", "LOGNAME", "USERNAME", "LNAME"):
+        patch.delenv(name, raising=False)
+    for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        patch.delenv(name, raising=False)
+    patch.setattr(pwd, "getpwuid", home)
+
+
+def test_without_a_home_or_an_entry_for_the_user_a_job_is_checked_and_remembered_nowhere(
+    tmp_path, monkeypatch
+):  # O6
+    no_home(monkeypatch)
+    assert profiles.chosen(None) is None and profiles.chosen("local") == "local"
+    assert "nodes" in profiles.load("local").model_dump()
+    with pytest.raises(ConfigError, match="no such profile; use a path, or one of example, local"):
+        profiles.chosen("nowhere")
+    known_runs.remember(tmp_path)
+    assert known_runs.find_runs("run") == []
+    assert cluster._me() == str(os.geteuid())
+
+
+def test_a_tilde_without_a_home_is_refused_with_its_key(monkeypatch):  # O6
+    no_home(monkeypatch)
+    with pytest.raises(ConfigError, match=r"model.path = '~/m': no home folder is known for ~"):
+        validate({"model": {"path": "~/m"}}, source="test")
+    monkeypatch.setenv("RELAX_RUN_ROOT", "~/runs")
+    with pytest.raises(ConfigError, match=r"RELAX_RUN_ROOT = '~/runs': no home folder"):
+        known_runs.default_root()
+    with pytest.raises(ConfigError, match="you have no home folder here"):
+        profiles.folder()

@@ -8,17 +8,20 @@ from pathlib import Path
 
 import fake_slurm
 import pytest
+from job_trees import job_of
 
 import relax_hpc
-from relax_hpc import permissions
-from relax_hpc.algorithms import plugin
+from relax_hpc.algorithms import table
 from relax_hpc.config import programs
-from relax_hpc.errors import ConfigError
-from relax_hpc.job_file import read_resolved, validate
+from relax_hpc.config.job_file import read_resolved, validate
+from relax_hpc.data import rows as files
+from relax_hpc.environments.rewards.contract import fail
+from relax_hpc.errors import ConfigError, ends_of
 from relax_hpc.launch import submit
-from relax_hpc.paths import RunPaths
 from relax_hpc.runs import resume
-from relax_hpc.user_programs import place_of
+from relax_hpc.runtime.files import permissions, user_programs
+from relax_hpc.runtime.files.user_programs import describe_call_error, place_of
+from relax_hpc.runtime.paths import RunPaths
 
 REWARD = """\
 import random
@@ -60,18 +63,17 @@ def mine(tmp_path, monkeypatch):
 
 def submitted(tmp_path):
     """The job that a run directory has of a job file that names them."""
-    tree = {
-        "name": "run", "run_root": str(tmp_path), "model": {"path": "m"},
-        "prompts": {"train": ["rows.py:Rows", "data.jsonl"]}, "schedule": {"num_steps": 9},
-        "reward": {"terms": {"a": {"name": "reward.py:score"}, "b": {"name": "gsm8k"}}},
-        "rollout": {"environment": "world.py:World"},
-        "algorithm": {"advantage": {"name": "part.py:Mine", "scale": 3.0}},
-        "eval": {"heldout": {"path": "rows.py:Rows"}},
-    }  # fmt: skip
-    config, _ = submit.resolve(validate(tree, source="job"))
-    paths = RunPaths(config.run_dir)
-    submit.make_run_dir(config, paths)
-    return paths, read_resolved(paths.config)
+    job = job_of(
+        run_root=str(tmp_path), prompts__train=["rows.py:Rows", "data.jsonl"],
+        reward__terms={"a": {"name": "reward.py:score"}, "b": {"name": "gsm8k"}},
+        rollout__environment="world.py:World", eval__heldout__path="rows.py:Rows",
+        algorithm__advantage={"name": "part.py:Mine", "scale": 3.0},
+    )  # fmt: skip
+    with permissions.set_umask(permissions.UMASKS["none"]):  # as the command has it
+        config, _ = submit.resolve(job)
+        paths = RunPaths(config.run_dir)
+        submit.make_run_dir(config, paths)
+        return paths, read_resolved(paths.config)
 
 
 def test_the_programs_of_a_job_are_copied_with_what_they_import(tmp_path, mine):
@@ -96,8 +98,8 @@ def test_a_package_beside_the_command_is_found_and_no_module_there_takes_the_pla
         "import wave\ndef score(): return wave.WAVE_FORMAT_PCM"
     )
     program = (
-        "import sys\nfrom relax_hpc.user_programs import imported\n"
-        "assert 'wave' not in sys.modules; print(imported('pack.rewards:score')())"
+        "import sys\nfrom relax_hpc.runtime.files.user_programs import import_place\n"
+        "assert 'wave' not in sys.modules; print(import_place('pack.rewards:score')())"
     )
     command = [sys.executable, "-P", "-c", program]
     said = subprocess.run(command, cwd=mine, capture_output=True, text=True, timeout=60)
@@ -109,7 +111,6 @@ def test_no_process_of_a_run_looks_for_modules_in_the_folder_of_the_command():
     found = [
         f"{path.relative_to(package)}: {line.strip()}"
         for path in sorted(package.rglob("*.py"))
-        if not path.is_relative_to(package / "bench")
         for line in path.read_text().splitlines()
         if '"-m", ' in line and '"-P", "-m", ' not in line
     ]
@@ -117,11 +118,9 @@ def test_no_process_of_a_run_looks_for_modules_in_the_folder_of_the_command():
 
 
 def test_a_job_of_fine_tuning_has_copies_too(tmp_path, mine):
-    tree = {
-        "name": "run", "run_root": str(tmp_path), "model": {"path": "m"},
-        "sft": {"train": "rows.py:Rows", "heldout": "data.jsonl", "batch_size": 2, "num_steps": 3},
-    }  # fmt: skip
-    config, _ = submit.resolve(validate(tree, source="job"))
+    sft = {"train": "rows.py:Rows", "heldout": "data.jsonl", "batch_size": 2, "num_steps": 3}
+    job = job_of(run_root=str(tmp_path), prompts=None, schedule=None, sft=sft)
+    config, _ = submit.resolve(job)
     copied = programs.keep(config, tmp_path / "programs").sft
     assert place_of(str(copied.train))[0].read_text() == (mine / "rows.py").read_text()
     assert place_of(str(copied.train))[0].is_relative_to(tmp_path / "programs")
@@ -134,9 +133,9 @@ def test_a_copy_is_run_though_the_program_changed_and_finds_its_data_where_it_wa
         path.write_text("raise RuntimeError('changed meanwhile')\n")
     (mine / "table.txt").write_text("0.25")
     program = (
-        "import random, sys\nfrom relax_hpc.user_programs import imported\n"
+        "import random, sys\nfrom relax_hpc.runtime.files.user_programs import import_place\n"
         "sys.path.insert(0, '.')  # as where a command is run\n"
-        "print(imported(sys.argv[1])(None), imported(sys.argv[2]).__name__)"
+        "print(import_place(sys.argv[1])(None), import_place(sys.argv[2]).__name__)"
     )
     names = config.reward.terms["a"].name, config.algorithm.advantage.name
     command = [sys.executable, "-P", "-c", program, *names]
@@ -186,9 +185,7 @@ def test_who_resumes_a_run_is_told_of_programs_that_changed_since(tmp_path, mine
 
 
 def test_a_job_without_programs_has_no_folder_of_them(tmp_path):
-    tree = {"name": "run", "run_root": str(tmp_path), "model": {"path": "m"},
-            "prompts": {"train": "t"}, "schedule": {"num_steps": 9}}  # fmt: skip
-    config, _ = submit.resolve(validate(tree, source="job"))
+    config, _ = submit.resolve(job_of(run_root=str(tmp_path)))
     assert programs.keep(config, tmp_path / "programs") == config
     assert not (tmp_path / "programs").exists()
 
@@ -198,7 +195,7 @@ def test_to_look_at_a_run_of_another_user_nothing_of_theirs_is_run(tmp_path, min
     paths, config = submitted(tmp_path)
     copy = place_of(config.algorithm.advantage.name)[0]
     copy.write_text(f"from pathlib import Path\nPath({str(tmp_path)!r}, 'executed').touch()\n")
-    plugin.load.cache_clear()
+    table.load.cache_clear()
     os.chown(paths.config, 65534, -1)
     with pytest.raises(ConfigError, match=f"^{paths.config}: names a program .* owner 65534"):
         read_resolved(paths.config)
@@ -207,3 +204,99 @@ def test_to_look_at_a_run_of_another_user_nothing_of_theirs_is_run(tmp_path, min
     tree["algorithm"]["advantage"] = {"name": "grpo"}
     paths.config.write_text(json.dumps(tree))
     assert read_resolved(paths.config).algorithm.advantage.name == "grpo"
+
+
+def test_of_a_long_error_of_a_program_the_end_is_told_whatever_lines_it_has():  # U1
+    def reward(response):
+        raise ValueError("first\n" + "and so on, " * 1000 + "\n  the cause: no such world")
+
+    try:
+        reward("4")
+    except ValueError as error:
+        said = fail(f"term: {describe_call_error(error)}").error
+    assert said.startswith("term: ValueError: first and so on, ")
+    assert " ... " in said and said.endswith("and so on, the cause: no such world")
+
+
+def test_an_error_that_fits_is_told_as_it_is_and_of_a_longer_one_both_ends_are():  # U1
+    assert ends_of("0123456789" * 2, 20) == "0123456789" * 2
+    assert ends_of("0123456789" * 3, 20) == "01234 ... 0123456789"
+
+
+PROGRAM = """
+import time
+class Squares:
+    def __len__(self):
+        return 600
+
+    def __getitem__(self, index):
+        if index == 7:
+            raise OSError("no such disk")
+        return index if index == 8 else {"prompt": f"{index}*{index}=", "answer": str(index**2)}
+
+class Endless:
+    pass
+
+class Slow:
+    def __init__(self):
+        self.slow = ""
+
+    def __len__(self):
+        return time.sleep(self.slow == "len" and 5) or 3
+
+    def __getitem__(self, index):
+        time.sleep(self.slow == "row" and 5)
+        return {"prompt": "1"}
+
+def slow_length():
+    slow = Slow()
+    slow.slow = "len"
+    return slow
+
+def slow_row():
+    slow = Slow()
+    slow.slow = "row"
+    return slow
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def test_rows_are_asked_of_it_by_number_and_a_slice_may_stand_behind_it(program):
+    rows = files.open_rows(Path(f"{program}:Squares"))
+    assert len(rows) == sum(rows.blocks.sizes) == 600
+    assert rows[599].fields == {"prompt": "599*599=", "answer": "358801"}
+    assert rows.where(12) == f"{program}:Squares, row 12"
+    some = files.open_rows(Path(f"{program}:Squares[100:-100]"))
+    assert (len(some), some[0].fields["answer"]) == (400, "10000")
+    assert files.paths_of(Path(f"{program}:Squares")) == [program], "the file that it depends on"
+
+
+def test_what_it_does_wrong_is_said_with_its_place(program):
+    rows = files.open_rows(Path(f"{program}:Squares"))
+    with pytest.raises(ConfigError, match="Squares, row 7: cannot be made: OSError: no such disk"):
+        rows[7]
+    with pytest.raises(ConfigError, match="Squares, row 8: is 8; return a dict"):
+        rows[8]
+    with pytest.raises(ConfigError, match=r"mine\.py:Endless: cannot be made: TypeError: .*len"):
+        files.open_rows(Path(f"{program}:Endless"))
+    with pytest.raises(ConfigError, match=r"mine\.py:None_such: cannot be made: AttributeError"):
+        files.open_rows(Path(f"{program}:None_such"))
+    with pytest.raises(ConfigError, match=r"gone\.py:Rows: cannot be made: FileNotFoundError"):
+        files.open_rows(program.parent / "gone.py:Rows")
+
+
+def test_a_length_or_a_first_row_that_takes_too_long_is_ended(program, monkeypatch):
+    monkeypatch.setattr(user_programs, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(user_programs, "_TELL_S", 0.1)
+    said = r"cannot be made: TimeoutError: making it takes longer than 0\.2 s \(mine\.py:%d\)"
+    with pytest.raises(ConfigError, match=r"mine\.py:slow_length: " + said % 20):
+        files.open_rows(Path(f"{program}:slow_length"))
+    rows = files.open_rows(Path(f"{program}:slow_row"))
+    with pytest.raises(ConfigError, match=r"mine\.py:slow_row, row 2: " + said % 23):
+        rows[2]

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from relax_hpc.cli.main import app
 from relax_hpc.launch import requeue
 from relax_hpc.launch.supervision import SUPERVISION
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import write_json
 from relax_hpc.runs import verdict
 from relax_hpc.runs.verdict import Failed
-from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.runtime.files.records import write_json
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import EventWriter
 
 NOW = time.time()
 
@@ -160,7 +160,7 @@ def test_a_job_that_is_told_to_end_was_requeued_where_slurm_counts_so(
 def test_of_a_run_that_was_cancelled_nothing_else_is_said_but_that_it_is_complete(run, monkeypatch):
     paths = RunPaths(run.run_dir)
     for job in ("7", "8"):
-        write_json(paths.cancelled(job), {})
+        write_json(paths.cancellation(job), {})
     verdict.give(run.run_dir, "7", "requeued", "by a task that asked just before")
     verdict.give(run.run_dir, "7", "cancelled", "by somebody")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -216,16 +216,27 @@ def test_status_has_it_in_words_and_as_json_and_only_its_owner_may_read_it(run):
     assert "last verdict" not in CliRunner().invoke(app, ["status", str(run.run_dir)]).output
 
 
-def test_the_script_tells_every_restart_and_the_end_in_order(tmp_path):
-    """2 restarts of 2 that are allowed, then the end."""
-    settings = (
-        "job_id=7 restart_window_s=1800 look_every_s=15 ask_controller=(true) max_restarts=2 "
-        "restart_delays_s=(0.25 0.5)"
+def supervised(settings, *lines):
+    """What bash says of a script with these settings and lines."""
+    settings = f"job_id=7 restart_window_s=1800 ask_controller=(true) {settings}"
+    text = "\n".join([settings, SUPERVISION, *lines])
+    done = subprocess.run(
+        ["bash", "-c", text], capture_output=True, text=True, timeout=30, check=False
     )
-    tell = f'tell() {{ echo "$*" >> {tmp_path}/told; }}'
-    text = "\n".join([settings, SUPERVISION, tell, "(supervise actor 1 /nowhere -- false)"])
-    subprocess.run(["bash", "-c", text], capture_output=True, timeout=30, check=False)
-    told = [line.split() for line in (tmp_path / "told").read_text().splitlines()]
+    return done.stdout
+
+
+TELL = 'tell() { echo "told $*"; }'
+
+
+def told_in(said):
+    return [line.split()[1:] for line in said.splitlines() if line.startswith("told ")]
+
+
+def test_the_script_tells_every_restart_and_the_end_in_order():
+    """2 restarts of 2 that are allowed, then the end."""
+    settings = "look_every_s=15 max_restarts=2 restart_delays_s=(0.25 0.5)"
+    told = told_in(supervised(settings, TELL, "(supervise actor 1 /nowhere -- false)"))
     facts = [dict(zip(line[1::2], line[2::2], strict=True)) for line in told]
     assert [line[0] for line in told] == ["restarted", "restarted", "ended"]
     assert [each["--failures"] for each in facts] == ["1", "2", "3"]
@@ -233,26 +244,16 @@ def test_the_script_tells_every_restart_and_the_end_in_order(tmp_path):
     assert {each["--component"] for each in facts} == {"actor"}
 
 
-def test_the_script_tells_which_tasks_a_step_has_where_these_are_not_all(tmp_path):
-    settings = "job_id=7 restart_window_s=1800 ask_controller=(true) max_restarts=0"
-    tell = f'tell() {{ echo "$*" >> {tmp_path}/told; }}'
+def test_the_script_tells_which_tasks_a_step_has_where_these_are_not_all():
     step = "(one() { local ranks=(4 5); supervise actor 2 /nowhere -- false; }; one)"
-    text = "\n".join([settings, SUPERVISION, tell, step])
-    subprocess.run(["bash", "-c", text], capture_output=True, timeout=30, check=False)
-    [told] = (tmp_path / "told").read_text().splitlines()
-    assert " --ranks 4 5 --failures 1" in told
-    options = verdict._parse(["/run", "--job-id", "7", "--what", *told.split()])
+    [told] = told_in(supervised("max_restarts=0", TELL, step))
+    assert " --ranks 4 5 --failures 1" in " ".join(told)
+    options = verdict._parse(["/run", "--job-id", "7", "--what", *told])
     assert (options.ranks, options.failures, options.component) == ([4, 5], 1, "actor")
 
 
 def test_a_run_goes_on_where_the_verdict_cannot_be_written():
-    settings = (
-        "job_id=7 restart_window_s=1800 ask_controller=(true) max_restarts=1 "
-        "restart_delays_s=(0) verdict=(false)"
-    )
-    text = "\n".join([settings, SUPERVISION, "(supervise actor 1 /nowhere -- false)"])
-    done = subprocess.run(
-        ["bash", "-c", text], capture_output=True, text=True, timeout=30, check=False
-    )
-    assert done.stdout.count("ended with exit code") == 2
-    assert done.stdout.count("could not be written") == 2
+    settings = "max_restarts=1 restart_delays_s=(0) verdict=(false)"
+    said = supervised(settings, "(supervise actor 1 /nowhere -- false)")
+    assert said.count("ended with exit code") == 2
+    assert said.count("could not be written") == 2

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from bus_fixtures import PRODUCERS, group, produce
 from bus_steps import plan
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 from viewer_runs import SCRIPT, empty_run, put, said
 
@@ -14,17 +16,13 @@ from relax_hpc.algorithms.advantages.group_mean import GroupMean
 from relax_hpc.algorithms.part import Advantage, Needs
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.shards.shard import Shard
-from relax_hpc.bus.sidecar import SidecarWriter
-from relax_hpc.bus.tools import survey
+from relax_hpc.bus.tools import inventory
 from relax_hpc.cli.main import app
 from relax_hpc.errors import BusError, ConfigError, DamagedError
-from relax_hpc.schema import FinishReason, PromptGroup
-from relax_hpc.viewer import page
-from relax_hpc.viewer.asked import Asked
-from relax_hpc.viewer.choice import choose
-from relax_hpc.viewer.colours import COLOURS, Token, colour
-from relax_hpc.viewer.run import Sight
-from relax_hpc.viewer.words import Piece, Words
+from relax_hpc.runs.viewer import GroupQuery, output
+from relax_hpc.runs.viewer.run import RunViewer, choose
+from relax_hpc.runs.viewer.words import COLOURS, CollapsedSpan, TextPiece, Token, Words, colour, cut
+from relax_hpc.schema import FinishReason, MediaKind, Medium, PromptGroup
 
 
 @pytest.fixture
@@ -67,8 +65,8 @@ def page_of(run, *options):
     return Page(run.view)
 
 
-def printed(run, *options):
-    answer = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*options, str(run.root)])
+def printed(run, *options, columns="200"):
+    answer = CliRunner(env={"COLUMNS": columns}).invoke(app, [*options, str(run.root)])
     assert answer.exit_code == 0, answer.output
     return answer.output
 
@@ -88,7 +86,9 @@ def test_a_script_in_a_response_is_text_and_nothing_is_loaded(run):
 
 
 def test_a_token_that_is_a_whole_script_is_text():
-    found = page.tokens([Token(f"</b>{SCRIPT}", True, -1.0, 3), Token("'\"&amp;", False, 0.0, -1)])
+    found = output.tokens(
+        [Token(f"</b>{SCRIPT}", True, -1.0, 3), Token("'\"&amp;", False, 0.0, -1)]
+    )
     assert found == (
         '<b class="l4 m1 v3" title="-1 v3">&lt;/b&gt;&lt;script&gt;alert(1)&lt;/script&gt;</b>'
         '<b class="m0">&#39;&#34;&amp;amp;</b>'
@@ -165,18 +165,6 @@ def test_a_reward_that_failed_and_is_masked_is_in_no_mean_and_its_group_comes_la
     assert "all rewards failed<" in source and 'data-reward=""' in source
 
 
-def test_the_advantage_is_that_of_the_column_where_it_was_written(run):
-    produce(run.bus, PRODUCERS[0], [0])
-    with SidecarWriter(run.bus, "advantages-0", {}) as writer:
-        [pending] = writer.pending()
-        # two rows of 3 given and 4 sampled tokens
-        values = [9, 9, 9, 1, 2, 3, 6, 9, 9, 9, -1, -1, -1, -2]
-        writer.put(pending, {"ragged/advantages": np.array(values, np.float32)})
-    rows = next(Sight(run.root).view(Asked(), 9).groups).rows
-    assert [row.advantage for row in rows] == [3, -1.25]
-    assert [token.advantage for token in rows[0].head] == [1, 2, 3, 6]
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "other"),
     [
@@ -189,9 +177,9 @@ def test_an_advantage_that_the_group_alone_does_not_tell_is_left_out(
 ):
     monkeypatch.setattr(owner, name, other)
     produce(run.bus, PRODUCERS[0], [0])
-    assert [row.advantage for row in next(Sight(run.root).view(Asked(), 9).groups).rows] == [
-        None
-    ] * 2
+    assert [
+        row.advantage for row in next(RunViewer(run.root).view(GroupQuery(), 9).groups).rows
+    ] == [None] * 2
     assert "advantage" not in page_of(run).texts[0] + printed(run, "peek")
 
 
@@ -206,7 +194,7 @@ def test_the_colours_of_three_tokens_by_hand(run):
     # -0.6 lies beyond -0.05, -0.25 and -0.5; version 7 is the second of six colours
     assert page_of(run).articles[0]["classes"] == ["l3 a1 m1 v1", "m0", "l7 a1 m1 v2"]
     assert 'title="-0.6 v7 A-0.5"' in page_of(run).source
-    a, b, c = next(Sight(run.root).view(Asked(), 9).groups).rows[0].head
+    a, b, c = next(RunViewer(run.root).view(GroupQuery(), 9).groups).rows[0].head
     # rewards are 0 and 1, so the advantage of its tokens is -0.5
     assert [colour(a, by) for by in COLOURS] == [3, 1, 1, 1]
     assert [colour(b, by) for by in COLOURS] == [None, None, 0, None]
@@ -226,13 +214,13 @@ def test_a_character_of_several_tokens_is_one_piece_with_its_least_likely_logpro
     row = said(text)
     logprobs = np.array([0] * 4 + [-1, -2, -5, -3, -4], np.float32)
     put(run, [row._replace(columns={"rollout_logprobs": logprobs}), said("d", 0, 1)])
-    head = next(Sight(run.root).view(Asked(), 9).groups).rows[0].head
+    head = next(RunViewer(run.root).view(GroupQuery(), 9).groups).rows[0].head
     assert [(token.text, token.logprob) for token in head] == [("a", -1), ("€", -5), ("b", -4)]
 
 
 def test_bytes_that_are_no_character_and_spaces_in_front_are_kept():
     words = Words(lambda tokens: bytes(tokens).decode(errors="replace"))
-    assert list(words.pieces([0xE2, 0x41])) == [Piece("\ufffd", 0, 1), Piece("A", 1, 2)]
+    assert list(words.pieces([0xE2, 0x41])) == [TextPiece("\ufffd", 0, 1), TextPiece("A", 1, 2)]
     assert [piece.text for piece in words.pieces([0x7F, 0x41])] == ["\ufffd", "A"], "two tokens"
     spaced = {1: " a", 2: "b"}
     words = Words(lambda tokens: "".join(spaced[token] for token in tokens).removeprefix(" "))
@@ -262,7 +250,7 @@ def rewarded(run, rewards):
 
 
 def guids(run, **asked):
-    return [each.guid for each in choose(run.bus, Asked(**asked)).chosen]
+    return [each.guid for each in choose(run.bus, GroupQuery(**asked)).chosen]
 
 
 def test_groups_are_sorted_as_asked(run):
@@ -280,7 +268,7 @@ def test_groups_are_sorted_as_asked(run):
     with pytest.raises(BusError, match="has no step 2; steps 1 to 1 are planned"):
         guids(run, step=2)
     remark = "1 of 4 prompt groups: best"
-    assert choose(run.bus, Asked(step=1, sort="best", groups=1)).remarks == [remark]
+    assert choose(run.bus, GroupQuery(step=1, sort="best", groups=1)).remarks == [remark]
     assert "step 1, mean" in page_of(run, "--step", "1").source
 
 
@@ -304,7 +292,7 @@ def test_prompts_that_went_from_wrong_to_right_or_back_come_in_pairs_the_last_fi
     assert guids(run, sort="flipped", groups=5) == [10, 9, 4, 8, 3]
     assert guids(run, sort="flipped", groups=4) == [10, 9, 4], "a pair is not torn"
     assert guids(run, sort="flipped", groups=1) == [10, 9, 4]
-    assert choose(run.bus, Asked(sort="flipped")).notes == {
+    assert choose(run.bus, GroupQuery(sort="flipped")).notes == {
         10: "right to wrong: 0 of 2 here, 2 of 2 in prompt group 9",
         9: "wrong to right: 2 of 2 here, 0 of 2 in prompt group 4",
         8: "right to wrong: 0 of 2 here, 2 of 2 in prompt group 3",
@@ -320,7 +308,7 @@ def test_prompts_that_went_from_wrong_to_right_or_back_come_in_pairs_the_last_fi
 def test_what_is_right_is_said_by_the_job_and_without_a_flip_it_is_said_what_is_there(run):
     asked_again(run, [(0, (0, 0)), (0, (0.5, 0.5))])
     remark = "no prompt went from wrong to right or back: 2 prompt groups of 1 prompts are on disk"
-    assert choose(run.bus, Asked(sort="flipped")).remarks[0].startswith(remark)
+    assert choose(run.bus, GroupQuery(sort="flipped")).remarks[0].startswith(remark)
     run.config.write_text(run.config.read_text().replace('"solved_at":1.0', '"solved_at":0.5'))
     assert "wrong to right: 2 of 2 here" in printed(run, "view", "--text", "--sort", "flipped")
 
@@ -335,7 +323,7 @@ def test_who_follows_sees_each_group_once_as_it_comes(run, monkeypatch):
             put(run, [said("third", 2), said("d", 2, 1)], producer=PRODUCERS[1])
 
     monkeypatch.setattr("time.sleep", asleep)
-    views = Sight(run.root).follow(2, 9, until=lambda: len(rounds) == 3)
+    views = RunViewer(run.root).follow(2, 9, until=lambda: len(rounds) == 3)
     assert [[group.guid for group in view.groups] for view in views] == [[0, 1], [], [2], []]
 
 
@@ -343,7 +331,7 @@ def test_whoever_stops_following_is_told_that_the_run_goes_on(run, monkeypatch):
     def interrupted(self, *_, until):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Sight, "follow", interrupted)
+    monkeypatch.setattr(RunViewer, "follow", interrupted)
     answer = CliRunner().invoke(app, ["peek", str(run.root)])
     assert answer.exit_code == 130 and "goes on; look again" in answer.output
 
@@ -366,7 +354,7 @@ def test_a_group_that_was_committed_twice_is_shown_once_as_it_was_planned(run):
         put(run, rows, *[group(guid).trajectories for guid in (1, 2, 3)], producer=producer)
 
     def rewards_of_first():
-        found = survey.take(run.bus).groups
+        found = inventory.survey(run.bus).groups
         assert [each.guid for each in found] == [0, 1, 2, 3]
         return found[0].rewards
 
@@ -382,7 +370,7 @@ def test_an_unknown_group_is_refused_and_those_there_are_named(run):
     run.bus.shard(PRODUCERS[1], 1, 1).unlink()  # guid 3, which nothing planned
     there = "--guid 70: no such prompt group on disk; there are 0 to 2, 4 to 5"
     with pytest.raises(ConfigError, match=f"^{there}$"):
-        choose(run.bus, Asked(guid=70))
+        choose(run.bus, GroupQuery(guid=70))
     answer = CliRunner().invoke(app, ["view", str(run.root), "--guid", "70"])
     assert answer.exit_code != 0 and not run.view.exists()
 
@@ -392,27 +380,28 @@ def test_deleted_shards_are_said(run):
     plan(run.bus, 1)
     for name in PRODUCERS:
         run.bus.shard(name, 1, 0).unlink()
-    [remark] = choose(run.bus, Asked()).remarks
-    assert remark.startswith("2 shards with 4 trajectories are deleted, since a checkpoint covers")
+    [remark] = choose(run.bus, GroupQuery()).remarks
+    assert remark.startswith("trained on and cleared away: 4 trajectories of 2 shards, which")
     assert guids(run) == [5, 4, 3, 2] and guids(run, step=1) == [3, 2]
     assert remark in page_of(run).source
-    gone = choose(run.bus, Asked(guid=1))
-    assert gone.chosen == [] and gone.remarks[0].startswith("1 shard with 2 trajectories")
-    assert "deleted" in printed(run, "peek")
+    gone = choose(run.bus, GroupQuery(guid=1))
+    assert gone.chosen == [] and "2 trajectories of 1 shard, " in gone.remarks[0]
+    assert printed(run, "peek").splitlines()[-1] == remark, "last: it is no loss"  # U13
+    assert choose(run.bus, GroupQuery("worst", 1)).remarks[-1] == remark
     show = CliRunner().invoke(app, ["bus", "show", str(run.root), "--guid", "1"])
     assert "is deleted, since a checkpoint covers it; relax-hpc bus ls" in str(show.exception)
 
 
 def test_a_shard_that_goes_while_it_is_looked_at_is_deleted_and_one_that_is_damaged_is_not(run):
     rewarded(run, [0.0] * 4)
-    found = Sight(run.root).view(Asked(groups=4), 9)
+    found = RunViewer(run.root).view(GroupQuery(groups=4), 9)
     path = run.bus.shard(PRODUCERS[0], 1, 1)
     data = path.read_bytes()
     path.unlink()  # guid 2
     assert [each.guid for each in found.groups] == [3, 1, 0]
     path.write_bytes(data[:1000])
     with pytest.raises(DamagedError, match="is torn"):
-        choose(run.bus, Asked())
+        choose(run.bus, GroupQuery())
 
 
 def test_a_run_without_any_shard_says_so(run):
@@ -420,7 +409,7 @@ def test_a_run_without_any_shard_says_so(run):
     assert nothing in printed(run, "peek") and nothing in printed(run, "view", "--text")
     assert nothing in page_of(run).source
     with pytest.raises(ConfigError, match="there is no prompt group on disk"):
-        choose(run.bus, Asked(guid=0))
+        choose(run.bus, GroupQuery(guid=0))
 
 
 def test_what_contradicts_itself_or_cannot_be_written_is_refused(run):
@@ -443,7 +432,7 @@ def test_a_page_ends_before_it_is_too_large_and_says_so(run, monkeypatch):
     whole = page_of(run, "--groups", "60")
     assert whole.elements.count("section") == 60 and "The page ends" not in whole.source
     size = run.view.stat().st_size
-    monkeypatch.setattr(page, "MAX_BYTES", size // 2)
+    monkeypatch.setattr(output, "MAX_BYTES", size // 2)
     found = page_of(run, "--groups", "60")
     count = found.elements.count("section")
     assert 5 < count < 30 and run.view.stat().st_size <= size // 2
@@ -452,9 +441,9 @@ def test_a_page_ends_before_it_is_too_large_and_says_so(run, monkeypatch):
 
 
 def test_many_siblings_share_the_tokens_that_are_shown_of_a_group(run, monkeypatch):
-    monkeypatch.setattr("relax_hpc.viewer.groups._GROUP_TOKENS", 40)
+    monkeypatch.setattr("relax_hpc.runs.viewer.run._GROUP_TOKENS", 40)
     put(run, [said("123456789", 0, sibling) for sibling in range(10)])
-    [found] = Sight(run.root).view(Asked(), 1000).groups
+    [found] = RunViewer(run.root).view(GroupQuery(), 1000).groups
     assert {(len(row.head), row.left_out, len(row.tail)) for row in found.rows} == {(2, 5, 2)}
 
 
@@ -465,3 +454,77 @@ def test_the_bound_of_20_mb_holds_for_whatever_is_asked(run):
     CliRunner().invoke(app, ["view", str(run.root), "--groups", "1000", "--tokens", "100000"])
     assert 15_000_000 < run.view.stat().st_size <= 20_000_000
     assert "or it would be larger than 20 MB" in run.view.read_text()
+
+
+# ---------------------------------------------------------------- media
+
+
+def test_tokens_that_stand_for_media_are_a_few_words(run):
+    """A prompt of two images, then a video and its sound; an image that a tool shows."""
+    data = np.arange(9, dtype=np.uint8)
+    media = (
+        Medium(MediaKind.PNG, data, (1, 4, 4)),
+        Medium(MediaKind.JPEG, data, (1, 2, 2)),
+        Medium(MediaKind.MP4, data, (2, 2, 2), frames=(0, 3), seconds_per_grid=0.5),
+        Medium(MediaKind.MP4, data),
+    )
+    prompt = f"a{'~' * 300}b{'~' * 7}, {'~' * 50} how many?"
+    spans = [(0, 1, 300), (1, 302, 7), (2, 311, 20), (3, 331, 10), (2, 341, 20)]
+    row = said(f"1+{'~' * 40}2~", prompt=prompt)
+    first = row.prompt_len + 2
+    mask = row.loss_mask.copy()
+    mask[first : first + 40] = 0
+    row = row._replace(
+        media=media, media_spans=np.array([*spans, (0, first, 40)], np.int32), loss_mask=mask
+    )
+    put(run, [row, said("d", 0, 1, prompt=prompt)])
+    shown = (
+        "a[image 1: 300 tokens]b[image 2: 7 tokens], "
+        "[video 1: 40 tokens; audio 1: 10 tokens] how many?"
+    )
+    out = printed(run, "peek", columns="80")
+    assert f"\n{shown}\n" in out, "all of it, though --tokens 200 is less than it has"
+    assert "\n1+[image 1: 40 tokens]2~\n" in out
+    assert f"{len(prompt)} + 44 tokens" in out
+    found = page_of(run).source
+    assert f">\n{shown}</pre>" in found
+    assert '<b class="m0">[image 1: 40 tokens]</b>' in found
+    # a, image, b, image, comma, space, video are 7, and " how many?" is 10
+    short = page_of(run, "--tokens", "4").source
+    assert "a[image 1: 300 tokens] [... 68 tokens ...] y?</pre>" in short
+    out = printed(run, "view", "--text", "--tokens", "4")
+    assert "\n1+ [... 40 tokens ...] 2~\n" in out
+    out = printed(run, "view", "--text", "--tokens", "5")
+    assert "\n1+[image 1: 40 tokens]2~\n" in out
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=6),
+    st.integers(0, 5),
+    st.integers(2, 30),
+)
+def test_a_stretch_is_shown_whole_or_not_at_all(gaps, rest, cap):
+    found, size = [], 0
+    for gap, length in gaps:
+        found.append(CollapsedSpan(size + gap, size + gap + length, "x"))
+        size += gap + length
+    size += rest
+    units = size - sum(each.hi - each.lo - 1 for each in found)
+    head, tail = cut(size, found, cap)
+    shown = [range(head), range(tail, size)]
+    assert 0 <= head <= tail <= size
+    for each in found:
+        overlaps = [len(set(part) & set(range(each.lo, each.hi))) for part in shown]
+        assert sorted(overlaps) in ([0, 0], [0, each.hi - each.lo]) or head == tail
+    left = sum(1 for each in found if head <= each.lo < tail)
+    hidden = (tail - head) - sum(e.hi - e.lo - 1 for e in found if head <= e.lo < tail)
+    assert units - hidden == min(cap, units) and left <= hidden
+
+
+def test_a_line_that_is_longer_than_a_pipe_is_wide_is_not_broken(run):
+    text = "word " * 60
+    put(run, [said(text, prompt=text), said("d", 0, 1, prompt=text)])
+    for options in (("peek", "--tokens", "999"), ("view", "--text")):
+        lines = printed(run, *options, columns="80").splitlines()
+        assert lines.count(text) == 2, "prompt and response, each as it is"
+        assert any(line.startswith("sibling 1: ") and line.endswith(" tokens") for line in lines)

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from viewer_runs import empty_run, put, said
 
-from relax_hpc.viewer import page
-from relax_hpc.viewer.asked import Asked
-from relax_hpc.viewer.run import Sight
+from relax_hpc.runs.viewer import GroupQuery, output
+from relax_hpc.runs.viewer.run import RunViewer
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = [
@@ -71,11 +70,11 @@ def run(tmp_path_factory, tiny_model, listener):
 
 def page_of(run, *, are_whole=False, **asked):
     """The page; with `are_whole` every response is one token, as some tokenizers have them."""
-    sight = Sight(run.root)
-    found = sight.view(Asked(**asked), 4000)
-    head = page.Head("run", "logprob", found.remarks, sight.solved_at)
+    sight = RunViewer(run.root)
+    found = sight.view(GroupQuery(**asked), 4000)
+    head = output.PageHeader("run", "logprob", found.remarks, sight.solved_at)
     groups = map(joined, found.groups) if are_whole else found.groups
-    page.write(run.view, head, groups, replace=True)
+    output.write(run.view, head, groups, in_run=True)
     return run.view
 
 

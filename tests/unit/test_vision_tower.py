@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from relax_hpc.models import qwen3_omni_moe, qwen3_vl
-from relax_hpc.models.architecture import Architecture, Vision
-from relax_hpc.models.rotary.rope import Rope
-from relax_hpc.models.vision.frames import Frame, Places
-from relax_hpc.models.vision.tower import Tower
+from relax_hpc.trainer.models import qwen3_omni_moe, qwen3_vl
+from relax_hpc.trainer.models.architecture import Architecture, VisionArchitecture
+from relax_hpc.trainer.models.rope import Rope
+from relax_hpc.trainer.models.towers import Frame, Places, VisionTower
 
-SHAPE = Vision(
+SHAPE = VisionArchitecture(
     num_layers=3, hidden_size=48, ffn_hidden_size=80, num_heads=2, patch=4, time=2, merge=2,
     positions=6, rope_base=10000.0, out_size=40, taps=(0, 2),
 )  # fmt: skip
@@ -79,7 +78,7 @@ def names_of(kind):
 def both(grids, kind="vl", **options):
     """(features, gradients by name) of Hugging Face's tower and of ours, same weights."""
     other = theirs(SHAPE, kind)
-    own, names = Tower(SHAPE), names_of(kind)
+    own, names = VisionTower(SHAPE), names_of(kind)
     own.load_state_dict({names[name][0]: each for name, each in other.state_dict().items()})
     count = sum(frame.patches for frame in frames_of(grids))
     torch.manual_seed(1)
@@ -115,7 +114,7 @@ def test_features_and_gradients_are_hugging_faces(grids, kind, recompute):
 
 def test_the_tolerance_would_notice_a_patch_in_another_place():
     torch.manual_seed(2)
-    own = Tower(SHAPE)
+    own = VisionTower(SHAPE)
     patches = torch.randn(24, SHAPE.patch_values)
     place = Places.of([Frame(4, 6)], SHAPE, CPU)
     turned = Places.of([Frame(6, 4)], SHAPE, CPU)
@@ -128,7 +127,7 @@ def test_the_tolerance_would_notice_a_patch_in_another_place():
 def test_a_frame_is_seen_alone_whatever_lies_beside_it():
     """Frames of two sizes, in turns, equal each by itself; no patch looks into another frame."""
     torch.manual_seed(3)
-    own, frames = Tower(SHAPE), [Frame(4, 4), Frame(2, 6), Frame(4, 4), Frame(4, 4)]
+    own, frames = VisionTower(SHAPE), [Frame(4, 4), Frame(2, 6), Frame(4, 4), Frame(4, 4)]
     patches = torch.randn(60, SHAPE.patch_values)
     together = own(patches, Places.of(frames, SHAPE, CPU))
     begin = 0

@@ -1,22 +1,28 @@
-"""Who stands still for whom when engines join others; engines and the wire are made up here."""
+"""Who stands still for whom when engines join others, and whom the trainer blames and how soon.
+
+Engines and the wire are made up. As with NCCL, no broadcast ends unless all take part.
+"""
 
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import DistError
 
-from relax_hpc.comm.bucket import BucketPlan
-from relax_hpc.comm.orders import Receipt, key_of
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError
-from relax_hpc.fleet.members import Member
-from relax_hpc.telemetry.timers import Timers
-from relax_hpc.weights import group as weights_group
-from relax_hpc.weights.exchange import MemberError
-from relax_hpc.weights.group import MemberGroup
+from relax_hpc.inference.members import Member
+from relax_hpc.runtime.comm.bucket import BucketPlan
+from relax_hpc.runtime.comm.orders import GIVEN_UP, Order, Patience, Receipt, key_of
+from relax_hpc.runtime.telemetry.timers import Timers
+from relax_hpc.weights import broadcast, transport
+from relax_hpc.weights.broadcast import MemberGroup
+from relax_hpc.weights.transport import Exchange, MemberError, Update
 
 
 class Wire:
@@ -72,8 +78,8 @@ class Engine:
         self.wire.put(key_of(order.serial, self.rank), json.dumps(asdict(Receipt())))
 
 
-def member(name):
-    return Member(name, "1", "", 1, "sglang", "HEALTHY")
+def member(name, num_ranks=1):
+    return Member(name, "1", "", num_ranks, "sglang", "HEALTHY")
 
 
 def group_of(names, taught, diary):
@@ -88,7 +94,7 @@ def group_of(names, taught, diary):
 
 def sent(group):
     timers = Timers()
-    receipts = group.send(1, Outgoing(), timers, check=False)
+    receipts = group.send(Update(1, Outgoing(), timers, check=False))
     return {each.id for each in receipts}, [name.split("/")[1] for name in timers.seconds]
 
 
@@ -155,9 +161,9 @@ class Joining(Engine):
 def formed(monkeypatch):
     """Forms a group as with NCCL, whose communicator is there before anybody has joined it."""
     wire, diary = Wire(), list[str]()
-    monkeypatch.setattr(weights_group, "BroadcastGroup", lambda *_, **__: wire)
+    monkeypatch.setattr(broadcast, "BroadcastGroup", lambda *_, **__: wire)
     store = SimpleNamespace(port=1)
-    monkeypatch.setattr(weights_group, "open_store", lambda *_, **__: store)
+    monkeypatch.setattr(broadcast, "open_store", lambda *_, **__: store)
 
     def form(timeout_s, **engines):
         with ThreadPoolExecutor(8) as threads:
@@ -189,3 +195,170 @@ def test_who_refuses_to_join_is_known_at_once_and_nobody_stays_in_the_group(form
     formed.wire.left.clear()
     assert list(formed.form(60, a={}).receivers) == [member("a")]
     assert list(formed.wire.left) == ["plan"]
+
+
+SERIAL = "s"
+
+
+class Shelf(dict):
+    """What trainer and ranks leave for each other; also a store, as ranks see it."""
+
+    is_asynchronous, size = True, 4
+
+    def put(self, key, text):
+        self[key] = text
+
+    def take(self, key, *, timeout_s):
+        if key not in self:
+            raise DistError("nobody left it")
+        return self.pop(key)
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+    def tell(self, rank, error="", serial=SERIAL):
+        self[key_of(serial, rank)] = json.dumps(asdict(Receipt(error=error)))
+
+
+@pytest.fixture
+def shelf(monkeypatch):
+    monkeypatch.setattr(transport, "_GRACE_S", 0.5)
+    return Shelf()
+
+
+@pytest.fixture
+def threads():
+    with ThreadPoolExecutor(16) as pool:
+        yield pool
+
+
+@pytest.fixture
+def hung():
+    """Lets those go on at last that hang."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+class Rank:
+    """An engine whose call does what the test says."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def receive_weights(self, orders, *, version):
+        self.act(orders[0])
+
+
+def waits(shelf, rank, order):
+    """What a rank does whose broadcast does not end."""
+    patience = Patience(order, shelf)
+    try:
+        while True:
+            patience.check()
+            time.sleep(0.01)
+    except TimeoutError as error:
+        shelf.tell(rank, f"TimeoutError: {error}", order.serial)
+
+
+def never_ends(deadline, give_up):
+    """A transfer that somebody does not take part in."""
+    while True:
+        if time.monotonic() > deadline:
+            raise TimeoutError("a broadcast did not end")
+        give_up()
+        time.sleep(0.01)
+
+
+def blamed(threads, shelf, acts, timeout_s=30.0, num_ranks=1, transfer=never_ends):
+    """Whom, and after how long."""
+    members = {member(name, num_ranks): Rank(act) for name, act in acts.items()}
+    order = Order(SERIAL, "g", "receive", timeout_s + 5)
+    orders = {each: [order] * num_ranks for each in members}
+    ranks = {each: range(n * num_ranks, (n + 1) * num_ranks) for n, each in enumerate(members)}
+    start = time.monotonic()
+    deadline = start + timeout_s
+    with pytest.raises(MemberError) as error:
+        Exchange(threads, timeout_s).carry_out(
+            orders, members, 1, ranks, partial(transfer, deadline), deadline, shelf
+        )
+    return {each.id: why for each, why in error.value.reasons.items()}, time.monotonic() - start
+
+
+def test_an_engine_that_hangs_is_blamed_alone(threads, shelf, hung):
+    acts = {"a": partial(waits, shelf, 0), "b": lambda _: hung.wait(60)}
+    acts["c"] = partial(waits, shelf, 2)
+    assert blamed(threads, shelf, acts, 0.3)[0] == {"b": "no answer within 0 s"}
+
+
+def test_an_error_of_a_rank_ends_the_order_at_once_and_is_the_only_one_that_counts(threads, shelf):
+    acts = {"a": partial(waits, shelf, 0), "b": lambda _: shelf.tell(1, "OutOfMemoryError")}
+    reasons, seconds = blamed(threads, shelf, acts)
+    assert reasons == {"b": "OutOfMemoryError"}
+    assert seconds < 10
+
+
+def test_who_gave_up_before_the_cause_is_known_is_not_blamed(threads, shelf):
+    def fail(_):
+        time.sleep(0.2)
+        raise EngineError("gone")
+
+    acts = {"a": lambda _: shelf.tell(0, f"RuntimeError: reset; {GIVEN_UP}"), "b": fail}
+    assert blamed(threads, shelf, acts)[0] == {"b": "gone"}
+
+
+def test_who_says_nothing_when_others_gave_up_is_blamed(threads, shelf, hung):
+    acts = {"a": lambda _: shelf.tell(0, GIVEN_UP), "b": lambda _: hung.wait(60)}
+    assert blamed(threads, shelf, acts)[0] == {"b": "did not answer when others gave up"}
+
+
+def test_where_the_wire_breaks_who_is_silent_is_blamed_for_that(threads, shelf, hung):
+    def breaks(deadline, give_up):
+        raise RuntimeError("remote process exited")
+
+    acts = {"a": partial(waits, shelf, 0), "b": lambda _: hung.wait(60)}
+    assert blamed(threads, shelf, acts, transfer=breaks)[0] == {"b": "remote process exited"}
+
+
+def test_where_all_gave_up_they_are_blamed(threads, shelf):
+    acts = {"a": lambda _: shelf.tell(0, GIVEN_UP)}
+    assert blamed(threads, shelf, acts)[0] == {"a": GIVEN_UP}
+
+
+def test_of_ranks_of_an_engine_the_one_that_failed_says_why(threads, shelf):
+    def act(_):
+        shelf.tell(0, GIVEN_UP)
+        shelf.tell(1, "ValueError: no place")
+
+    assert blamed(threads, shelf, {"a": act}, num_ranks=2)[0] == {"a": "ValueError: no place"}
+
+
+def test_a_rank_that_leaves_no_receipt_has_failed(threads, shelf):
+    reasons, seconds = blamed(threads, shelf, {"a": lambda _: None})
+    assert reasons == {"a": "a rank did not say what it did"}
+    assert seconds < 10
+
+
+class LateRank(Rank):
+    """One whose order comes late: others stood still before."""
+
+    def pause(self):
+        time.sleep(0.2)
+
+
+def test_ranks_wait_longer_than_the_trainer_who_finds_out_whom_all_wait_for(threads, shelf, hung):
+    """Else those that do what they should would be the first to say that they are late."""
+
+    class Unending(Outgoing):
+        def send(self, wire, wait):
+            yield SimpleNamespace(wait=never_ends)
+
+    engines = {
+        member("a"): LateRank(partial(waits, shelf, 1)),
+        member("b"): LateRank(lambda _: hung.wait(60)),
+    }
+    group = MemberGroup(engines, "g", shelf, WeightsConfig(timeout_s=1), threads, set())
+    group._is_prepared = True
+    with pytest.raises(MemberError) as error:
+        group.send(Update(1, Unending(), Timers(), check=False))
+    assert [each.id for each in error.value.reasons] == ["b"]

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from relax_hpc.comm.bucket import BucketPlan, Spec, fingerprint, views
-from relax_hpc.engines.sglang.copies import (
+from relax_hpc.inference.sglang.copies import (
     MisfitError,
     NotPureError,
-    left_over,
+    find_left_over,
+    find_uncovered,
     record,
-    uncovered,
 )
+from relax_hpc.runtime.comm.bucket import BucketPlan, Spec, fingerprint, views
 from relax_hpc.weights.staging import Buffers, Outgoing
 
 
@@ -202,7 +202,7 @@ def test_a_loader_is_watched_without_writing_and_its_copies_can_be_made_without_
     engine, flat = Engine(), torch.rand(24).view(torch.uint8)
     copies = record(engine.load_weights, flat, BUCKET)
     assert not engine.qk.any()
-    assert uncovered(engine, copies.targets) == ["norm"]
+    assert find_uncovered(engine, copies.targets) == ["norm"]
     for _ in range(2):
         flat.view(torch.float32).uniform_()
         copies.make()
@@ -222,8 +222,8 @@ def test_a_tensor_that_a_loader_passes_over_is_named():
 
     strangers = [Spec("x", torch.float32, (2,)), *BUCKET, Spec("y", torch.float32, (5,))]
     flat = torch.rand(31).view(torch.uint8)
-    assert left_over(record(load_known, flat, strangers), flat, strangers) == ["x", "y"]
-    assert left_over(record(load_known, flat[:96], BUCKET), flat, BUCKET) == []
+    assert find_left_over(record(load_known, flat, strangers), flat, strangers) == ["x", "y"]
+    assert find_left_over(record(load_known, flat[:96], BUCKET), flat, BUCKET) == []
 
 
 def test_a_tensor_that_a_loader_fails_at_is_named():

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "relax_hpc").rglob("*.py"))
-PRONOUNS = {"What", "Of", "Those", "That"}
+PRONOUNS = {"What", "Of", "Those", "That", "It", "Its", "Their", "They"}
 """Openings after which the reader does not know yet what the thing is."""
 
 

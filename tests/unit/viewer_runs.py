@@ -2,31 +2,25 @@
 
 import numpy as np
 from bus_fixtures import PRODUCERS, trajectory
+from job_trees import job_of
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.producer import Producer
-from relax_hpc.demo import checkpoint
-from relax_hpc.job_file import validate
-from relax_hpc.paths import RunPaths
+from relax_hpc.cli.demo import models
+from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.schema import PromptGroup
 
 SCRIPT = "<script>alert(1)</script>"
-_TOKENS = checkpoint.tokenizer()
+_TOKENS = models.tokenizer()
 
 
 def empty_run(root, model):
     """A run directory whose bus is empty."""
-    tree = {
-        "name": "run",
-        "model": {"path": str(model)},
-        "prompts": {"train": "t"},
-        "schedule": {"num_steps": 1},
-    }
     paths = RunPaths(root)
     paths.root.mkdir()
-    paths.config.write_text(validate(tree, source="test").model_dump_json())
-    writers = {"advantages-0": "advantages"}
-    layout.create(paths.bus, PRODUCERS, {}, sidecar_writers=writers)
+    job = job_of(model__path=str(model), schedule__num_steps=1)
+    paths.config.write_text(job.model_dump_json())
+    layout.create(paths.bus, PRODUCERS, {})
     return paths
 
 

@@ -1,11 +1,11 @@
-"""The reward less the mean of its prompt group, by the deviation over the batch."""
+"""The reward minus its group's mean, divided by the batch's deviation."""
 
 from typing import Literal
 
 import numpy as np
 
 from relax_hpc.algorithms.part import Advantage, Floats, Needs, Rows
-from relax_hpc.algorithms.siblings import centred
+from relax_hpc.algorithms.siblings import center
 
 _EPS = 1e-6
 """Keeps a batch of nearly equal rewards finite."""
@@ -26,4 +26,4 @@ class BatchStd(Advantage):
     def of_groups(self, rows: Rows) -> Floats:
         exact = rows.rewards[np.isfinite(rows.rewards)].astype(np.float64)
         scale = exact.std(ddof=1) if exact.size > 1 else 0.0
-        return (centred(rows.rewards) / (scale + _EPS)).astype(rows.rewards.dtype)
+        return (center(rows.rewards) / (scale + _EPS)).astype(rows.rewards.dtype)

@@ -1,4 +1,4 @@
-"""Advantages of tokens by the values of a critic."""
+"""Advantages per token from a critic's values."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, Self
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Gae(Advantage):
-    """A_t = delta_t + gamma lam A_t', see `estimates.generalized`; needs a [critic].
+    """A_t = delta_t + gamma lam A_t', see `estimates.estimate_gae`; needs a [critic].
 
     Sources: arXiv:1506.02438; lam by length, VAPO (arXiv:2504.05118). Peers whiten by default.
     """
@@ -22,12 +22,12 @@ class Gae(Advantage):
     gamma: Annotated[Number, Field(gt=0, le=1)] = 1.0
     """Discount from a trained token to the next one."""
     lam: Annotated[Number, Field(ge=0, le=1)] = 1.0
-    """1 trusts rewards alone (no bias), 0 the values of the next states (little variance)."""
+    """1 uses rewards alone (no bias), 0 the next states' values (little variance)."""
     length_alpha: Annotated[Number, Field(ge=0)] = 0.0
     """Above 0, lam is 1 - 1 / (length_alpha l) in a response of l trained tokens, at least 0; VAPO
-    has 0.05."""
+    uses 0.05."""
     whiten: bool = False
-    """Give the advantages of a batch mean 0 and standard deviation 1. It waits for the batch."""
+    """Normalise the advantages of a batch to mean 0 and deviation 1. Waits for the batch."""
 
     @model_validator(mode="after")
     def _lam_is_said_once(self) -> Self:
@@ -42,19 +42,19 @@ class Gae(Advantage):
         return Needs(values, scope, prepass=self.whiten, every_row=True)
 
     def of_groups(self, rows: Rows) -> Floats:
-        """The rewards: what is still to come, from every token on."""
+        """The rewards to come, from every token on."""
         return rows.rewards
 
     def of_tokens(self, tokens: Tokens) -> "Tensor":
-        from relax_hpc.algorithms.estimates import generalized
+        from relax_hpc.algorithms.estimates import estimate_gae
 
         columns = tokens.columns
-        return generalized(
+        return estimate_gae(
             columns["values"], columns["advantages"], tokens,
             gamma=self.gamma, lam=self.lam, alpha=self.length_alpha,
         ).float()  # fmt: skip
 
     def prepare(self, batches: Sequence[Tokens], total: Total) -> list[Tokens]:
-        from relax_hpc.algorithms.advantages.reinforce_pp import whitened
+        from relax_hpc.algorithms.advantages.reinforce_pp import whiten
 
-        return whitened(batches, total)
+        return whiten(batches, total)

@@ -1,9 +1,9 @@
-"""Group policy gradient: the reward less the mean of its prompt group."""
+"""Group policy gradient: the reward minus its group's mean."""
 
 from typing import Literal
 
 from relax_hpc.algorithms.part import Advantage, Floats, Needs, Rows
-from relax_hpc.algorithms.siblings import centred
+from relax_hpc.algorithms.siblings import center
 
 
 class Gpg(Advantage):
@@ -22,4 +22,4 @@ class Gpg(Advantage):
         return Needs(scope="group", min_siblings=2)
 
     def of_groups(self, rows: Rows) -> Floats:
-        return centred(rows.rewards).astype(rows.rewards.dtype)
+        return center(rows.rewards).astype(rows.rewards.dtype)

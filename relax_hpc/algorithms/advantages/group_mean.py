@@ -1,9 +1,9 @@
-"""The reward less the mean of its prompt group."""
+"""The reward minus its group's mean."""
 
 from typing import Literal
 
 from relax_hpc.algorithms.part import Advantage, Floats, Needs, Rows
-from relax_hpc.algorithms.siblings import centred
+from relax_hpc.algorithms.siblings import center
 
 
 class GroupMean(Advantage):
@@ -19,4 +19,4 @@ class GroupMean(Advantage):
         return Needs(scope="group", min_siblings=2)
 
     def of_groups(self, rows: Rows) -> Floats:
-        return centred(rows.rewards).astype(rows.rewards.dtype)
+        return center(rows.rewards).astype(rows.rewards.dtype)

@@ -1,20 +1,21 @@
-"""The reward less the mean of its prompt group, by that mean."""
+"""The reward minus its group's mean, divided by that mean."""
 
 from typing import Literal
 
 import numpy as np
 
 from relax_hpc.algorithms.part import Advantage, Floats, Needs, Rows
-from relax_hpc.algorithms.siblings import centred, means
+from relax_hpc.algorithms.siblings import center, means
 from relax_hpc.errors import ConfigError
 
 
 class MaxRl(Advantage):
-    """A = (R - mean(R)) / mean(R) over the siblings of a prompt; 0 where nobody has a reward.
+    """A = (R - mean(R)) / mean(R) over the siblings of a prompt; 0 if all rewards are 0.
 
-    For rewards of 0 and 1 it raises the logarithm of the chance to be right, so that rare successes
-    weigh more. Source: MaxRL (arXiv:2602.02710). The authors, SkyRL and prime-rl agree but for an
-    epsilon of 1e-6 in the denominator. A reward below 0 has no such meaning, and is refused.
+    For rewards of 0 and 1 it maximises the log probability of being right, so that rare successes
+    weigh more. Rewards below 0 have no such meaning, and are refused. Source: MaxRL
+    (arXiv:2602.02710). The authors, SkyRL and prime-rl agree but for an epsilon of 1e-6 in the
+    denominator.
     """
 
     name: Literal["max_rl"] = "max_rl"
@@ -29,5 +30,5 @@ class MaxRl(Advantage):
                 f"{np.nanmin(rows.rewards):g}; use rewards of at least 0, or another advantage"
             )
         mean = means(rows.rewards)
-        worth = centred(rows.rewards) / np.where(mean > 0, mean, 1)
+        worth = center(rows.rewards) / np.where(mean > 0, mean, 1)
         return np.asarray(worth, rows.rewards.dtype)

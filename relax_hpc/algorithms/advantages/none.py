@@ -1,4 +1,4 @@
-"""No advantage: rewards are measured, and teach nothing."""
+"""No advantage: rewards are only measured."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from relax_hpc.algorithms.part import Advantage, Floats, Needs, Rows
 
 
 class NoAdvantage(Advantage):
-    """A = 0: all that is learned is what a teacher says, see `distill.Distill`.
+    """A = 0: only a teacher teaches, see `distill.Distill`.
 
     On-policy distillation (GKD, arXiv:2306.13649) needs no rewards; open-instruct has a switch for
     it (`opd_pure`).

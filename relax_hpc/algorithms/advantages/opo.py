@@ -1,4 +1,4 @@
-"""The reward less the mean of its prompt group in which long responses weigh more."""
+"""The reward minus its group's length-weighted mean."""
 
 from typing import Literal
 

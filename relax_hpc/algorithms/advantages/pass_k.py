@@ -1,4 +1,4 @@
-"""The worth of a response for the chance that at least one of k is right."""
+"""Advantages for pass@k: the chance that at least one of k responses is right."""
 
 import math
 from functools import cache
@@ -11,20 +11,20 @@ from relax_hpc.sections import Number, Positive
 
 
 class PassK(Advantage):
-    """Mean advantage of a sibling over all teams of k, each worth 1 if one of it is right.
+    """Mean advantage of a sibling over all teams of k; a team is worth 1 if one of it is right.
 
         rho = 1 - C(N - c, k) / C(N, k),  sigma = sqrt(rho (1 - rho)),  N siblings, c of them right
         A(right) = (1 - rho) / sigma
         A(wrong) = (1 - rho - C(N - c - 1, k - 1) / C(N - 1, k - 1)) / sigma
 
-    0 where all teams are worth the same, and in groups of fewer than k. Source: Pass@k training
-    (arXiv:2508.10751), whose code adds 1e-6 to sigma. verl's `grpo_passk` is another paper's
+    0 if all teams are worth the same, and in groups of fewer than k. Source: Pass@k training
+    (arXiv:2508.10751), whose code adds 1e-6 to sigma. verl's `grpo_passk` is from another paper
     (arXiv:2503.19595): it rewards the best of a group alone.
     """
 
     name: Literal["pass_k"] = "pass_k"
     k: Positive = 4
-    """Responses of a team; at most `rollout.samples_per_prompt`."""
+    """Responses per team; at most `rollout.samples_per_prompt`."""
     right: Number = 1.0
     """Least reward of a right answer."""
 
@@ -42,7 +42,7 @@ class PassK(Advantage):
 
 @cache
 def _worth(siblings: int, right: int, k: int) -> tuple[float, float]:
-    """Advantages of those that are right, and of the others."""
+    """Advantages of right answers, and of wrong ones."""
     if siblings < k:
         return 0.0, 0.0
     none = math.comb(siblings - right, k) / math.comb(siblings, k)

@@ -1,4 +1,4 @@
-"""REINFORCE++: what is still to come, whitened over the tokens of the batch."""
+"""REINFORCE++: returns, whitened over the tokens of the batch."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -12,12 +12,12 @@ _EPS = 1e-8
 
 
 class ReinforcePp(Advantage):
-    """A_t = (G_t - mean(G)) / std(G) over all trained tokens of the batch, G_t = R - what KL costs.
+    """A_t = (G_t - mean(G)) / std(G) over all trained tokens of the batch, G_t = R - the KL
+    penalty.
 
     With `algorithm.kl.place = "reward"`, G_t = R - beta * sum of k1 over this token and those after
-    it. No group is needed; also rows of equal rewards teach, and count. The variance divides by N -
-    1. Source: REINFORCE++ (arXiv:2501.03262), its ninth version; verl and slime agree (with gamma =
-    1).
+    it. No group is needed; rows of equal rewards teach, too. The variance divides by N - 1. Source:
+    REINFORCE++ (arXiv:2501.03262), its ninth version; verl and slime agree (with gamma = 1).
     """
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
@@ -29,11 +29,11 @@ class ReinforcePp(Advantage):
         return np.nan_to_num(rows.rewards)
 
     def prepare(self, batches: Sequence[Tokens], total: Total) -> list[Tokens]:
-        return whitened(batches, total)
+        return whiten(batches, total)
 
 
-def whitened(batches: Sequence[Tokens], total: Total) -> list[Tokens]:
-    """The column `advantages` with mean 0 and deviation 1 over the trained tokens of all ranks."""
+def whiten(batches: Sequence[Tokens], total: Total) -> list[Tokens]:
+    """Returns `advantages` with mean 0 and deviation 1 over the trained tokens of all ranks."""
     import torch
 
     worth = [batch.columns["advantages"].double()[batch.loss_mask] for batch in batches]

@@ -1,4 +1,4 @@
-"""Importance weights within a band; a token outside is left out."""
+"""Importance weights, masked outside a band."""
 
 from typing import Annotated, Literal
 
@@ -12,15 +12,15 @@ from relax_hpc.sections import Number
 class IcepopCorrection(Correction):
     """w_t = pi_old / mu if low <= pi_old / mu <= high, else 0.
 
-    Where trainer and sampler disagree this much, the token is not trusted at all, other than under
-    a cap. Source: IcePop (arXiv:2510.18855), .5 to 5; slime and AReaL agree.
+    If trainer and sampler disagree this much, the token is dropped rather than capped. Source:
+    IcePop (arXiv:2510.18855), .5 to 5; slime and AReaL agree.
     """
 
     name: Literal["icepop"] = "icepop"
     low: Annotated[Number, Field(ge=0, lt=1)] = 0.5
-    """Least ratio that is trusted."""
+    """Least trusted ratio."""
     high: Annotated[Number, Field(gt=1)] = 5.0
-    """Largest ratio that is trusted."""
+    """Largest trusted ratio."""
 
     def needs(self) -> Needs:
         return Needs(anchors=ANCHORS)

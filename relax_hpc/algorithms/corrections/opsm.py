@@ -1,4 +1,4 @@
-"""Off-policy sequence masking: bad responses that the policy has left are not unlearned further."""
+"""Off-policy sequence masking: stops unlearning bad responses that the policy has already left."""
 
 from typing import Annotated, Literal
 
@@ -12,10 +12,10 @@ from relax_hpc.sections import Number
 class Opsm(Correction):
     """w = 0 where A < 0 and mean over the sequence of log(mu / pi_old) > delta, else 1.
 
-    Source: DeepSeek-V3.2 (arXiv:2512.02556), which names no delta: there is no default. slime has
-    1e-4, TRL suggests 0.5. Both compare with the policy now, TRL the sampler, slime the policy
-    before the step; ours the sampler with the policy before the step, which at lag sees what
-    matters.
+    Source: DeepSeek-V3.2 (arXiv:2512.02556), which names no delta: there is no default. slime uses
+    1e-4, TRL suggests 0.5. Both compare with the current policy, TRL the sampler, slime the policy
+    before the step. Here the sampler is compared with the policy before the step, which captures
+    the lag.
     """
 
     name: Literal["opsm"] = "opsm"

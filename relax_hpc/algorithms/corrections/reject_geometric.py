@@ -1,4 +1,4 @@
-"""Sequences of which sampler and trainer think differently are left out, by the mean ratio."""
+"""Rejects sequences by the geometric mean of their ratios between trainer and sampler."""
 
 from typing import Annotated, Literal
 

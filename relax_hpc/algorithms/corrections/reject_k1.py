@@ -1,4 +1,4 @@
-"""Tokens of which sampler and trainer think differently are left out."""
+"""Rejects tokens by their ratio between trainer and sampler."""
 
 from typing import Annotated, Literal
 
@@ -12,16 +12,16 @@ from relax_hpc.sections import Number
 class RejectK1(Correction):
     """w_t = 1 if low <= pi_old / mu <= high, else 0.
 
-    As the correction `icepop`, but those that stay weigh alike. A rejected token still counts in
-    the loss's mean; in verl it does not. Source: verl's rollout correction (`token_k1`), whose
-    bounds, .6 and 1.4 in its manual, are of mu / pi_old: ours of pi_old / mu.
+    As the correction `icepop`, but with equal weights. A rejected token still counts in the loss's
+    mean; in verl it does not. Source: verl's rollout correction (`token_k1`), whose bounds, .6 and
+    1.4 in its manual, are of mu / pi_old: ours of pi_old / mu.
     """
 
     name: Literal["reject_k1"] = "reject_k1"
     low: Annotated[Number, Field(ge=0, lt=1)] = 0.6
-    """Least ratio that is trusted."""
+    """Least trusted ratio."""
     high: Annotated[Number, Field(gt=1)] = 1.4
-    """Largest ratio that is trusted."""
+    """Largest trusted ratio."""
 
     @property
     def has_ratios(self) -> bool:

@@ -1,4 +1,4 @@
-"""Sequences of which sampler and trainer think differently are left out, by their divergence."""
+"""Rejects sequences by the divergence between trainer and sampler."""
 
 from typing import Annotated, Literal
 
@@ -10,13 +10,12 @@ from relax_hpc.sections import Number
 
 
 class RejectK3(Correction):
-    """w = 1 if the mean over the sequence of r - 1 - log r is at most `limit`, else 0; r = pi_old /
-    mu.
+    """w = 1 if the mean over the sequence of r - 1 - log r is at most `limit`, else 0; r =
+    pi_old / mu.
 
-    The mean estimates KL(mu || pi_old) without ever being negative, so that tokens on both sides of
-    1 do not cancel out. A rejected token still counts in the loss's mean; in verl it does not.
-    Source: verl's rollout correction (`seq_mean_k3`), .01; AReaL has the same (`kl_k3`, by
-    sequence).
+    The mean estimates KL(mu || pi_old) with nonnegative terms, so that ratios on both sides of 1 do
+    not cancel. A rejected token still counts in the loss's mean; in verl it does not. Source:
+    verl's rollout correction (`seq_mean_k3`), .01; AReaL has the same (`kl_k3`, by sequence).
     """
 
     name: Literal["reject_k3"] = "reject_k3"

@@ -12,9 +12,9 @@ from relax_hpc.sections import Number
 class SequenceTis(Correction):
     """w = min(product over the sequence of pi_old / mu, cap), for all tokens of the sequence.
 
-    Without bias but for the cap, where the token's own ratio ignores how the prefix came about; of
-    larger variance, the more the longer. Sources: as `tis`; verl (`rollout_is = "sequence"`) and
-    TRL (`sequence_truncate`) agree. OpenRLHF's `seq-mask-tis` does not truncate. abs(log w) <= 20.
+    Unbiased but for the cap, whereas a token's own ratio ignores its prefix; the variance grows
+    with the length. Sources: as `tis`; verl (`rollout_is = "sequence"`) and TRL
+    (`sequence_truncate`) agree. OpenRLHF's `seq-mask-tis` does not truncate. abs(log w) <= 20.
     """
 
     name: Literal["sequence_tis"] = "sequence_tis"

@@ -12,9 +12,9 @@ from relax_hpc.sections import Number
 class Tis(Correction):
     """w_t = min(pi_old / mu, cap): mu sampled the token, pi_old is the policy before the step.
 
-    Corrects both for an older policy and for the engine's arithmetic; the cap bounds the variance
-    at the price of a bias. Sources: truncated importance sampling, Ionides (2008); its use between
-    sampler and trainer follows AReaL's decoupled objective (arXiv:2505.24298).
+    Corrects both for an older policy and for the engine's arithmetic; the cap trades variance for
+    bias. Sources: truncated importance sampling, Ionides (2008); its use between sampler and
+    trainer follows AReaL's decoupled objective (arXiv:2505.24298).
     """
 
     name: Literal["tis"] = "tis"

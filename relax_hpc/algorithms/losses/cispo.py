@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 class Cispo(Loss):
     """loss_t = -sg(min(r, cap)) A log pi, r = pi / anchor; sg: no gradient.
 
-    A token beyond the cap still teaches, at the cap's weight. No lower bound. Sources: MiniMax-M1
-    (arXiv:2506.13585); cap 5: ScaleRL (arXiv:2510.13786). The cap is of the ratio itself, as in
-    TRL; slime, verl and AReaL take 1 + epsilon, and verl bounds below, too, at .8 and 1.2 unless
-    told otherwise, which is not CISPO.
+    A token beyond the cap still teaches, with the cap's weight. No lower bound. Sources: MiniMax-M1
+    (arXiv:2506.13585); cap 5: ScaleRL (arXiv:2510.13786). The cap applies to the ratio itself, as
+    in TRL; slime, verl and AReaL take 1 + epsilon, and verl by default bounds below, too, at .8 and
+    1.2, which is not CISPO.
     """
 
     name: Literal["cispo"] = "cispo"

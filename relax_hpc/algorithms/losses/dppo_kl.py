@@ -1,4 +1,4 @@
-"""The importance-weighted policy gradient, stopped where a divergence grew too large."""
+"""The importance-weighted policy gradient, stopped where a divergence is too large."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""The importance-weighted policy gradient, stopped where a probability went too far."""
+"""The importance-weighted policy gradient, stopped where a probability has moved too far."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 

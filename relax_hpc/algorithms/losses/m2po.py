@@ -1,4 +1,4 @@
-"""A clip as wide as the second moment of the batch's ratios allows."""
+"""PPO with a clip as wide as the second moment of the batch's ratios allows."""
 
 import math
 from collections.abc import Sequence

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 class PolicyGradient(Loss):
     """loss_t = -A_t log pi_t.
 
-    No ratio, no bound: right for the policy that sampled. For an older one, or another arithmetic,
-    a correction weighs the tokens. Source: REINFORCE, Williams (1992).
+    No ratio, no bound: right for on-policy samples. With an older policy, or different arithmetic,
+    add a correction. Source: REINFORCE, Williams (1992).
     """
 
     name: Literal["policy_gradient"] = "policy_gradient"

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 class PpoClip(Loss):
     """loss_t = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / anchor.
 
-    With `dual`, and A < 0, at most -dual * A: a ratio however large has no gradient there (arXiv:
-    1912.09729). Sources: PPO (arXiv:1707.06347); bounds that differ are clip-higher of DAPO
-    (arXiv:2503.14476). verl has dual = 3 unless told otherwise; slime's callers leave it off.
+    The anchor is the sampler unless a job sets `anchor = "old"`: the policy before the step, as in
+    PPO, DAPO, verl and slime. With one update per batch that ratio is 1, and nothing clips. With
+    `dual`, and A < 0, the loss is at most -dual * A: larger ratios have no gradient
+    (arXiv:1912.09729). Sources: PPO (arXiv:1707.06347); different bounds are DAPO's clip-higher
+    (arXiv:2503.14476). verl has dual = 3 by default; slime's callers leave it off.
     """
 
     name: Literal["ppo_clip"] = "ppo_clip"

@@ -1,4 +1,4 @@
-"""A gate that closes softly as the ratio leaves 1."""
+"""A soft gate around a ratio of 1."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 

@@ -1,4 +1,7 @@
-"""Prompt groups to the columns of a shard, and back."""
+"""Converts prompt groups to the columns of a shard, and back.
+
+Siblings share the routed experts of their prompt, as long as these really are the same.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -6,11 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from relax_hpc.bus.shards import media, routed
+from relax_hpc.bus.shards import media
 from relax_hpc.errors import BusError
 from relax_hpc.schema import (
     COLUMNS,
+    NO_EXPERT,
     OFFSETS,
+    ROUTED_EXPERTS,
     Array,
     ColumnPieces,
     Columns,
@@ -21,6 +26,98 @@ from relax_hpc.schema import (
     columns_of,
     extra_columns,
 )
+
+COLUMN = ROUTED_EXPERTS
+Experts = npt.NDArray[np.int16]
+
+
+def gather_routed(rows: Sequence[Trajectory]) -> ColumnPieces:
+    """Gathers routed experts: a group's first row whole, of later rows only the part after an equal
+    prompt; empty if no row has any.
+
+    A row without experts in a shard that has some, e.g. an aborted one, is filled with `NO_EXPERT`.
+
+    Raises:
+        BusError: a row does not have one per token.
+    """
+    width = next((t.routed_experts.shape[1] for t in rows if t.routed_experts is not None), None)
+    if width is None:
+        return {}
+    pieces: list[Array] = []
+    first: Trajectory | None = None
+    for t in rows:
+        experts = t.routed_experts
+        if experts is None:
+            experts = np.full((len(t.token_ids), width), NO_EXPERT, np.int16)
+            t = t._replace(routed_experts=experts)
+        if len(experts) != len(t.token_ids):
+            raise BusError(
+                f"trajectory {t.guid}/{t.sibling}: routed experts of every token expected; "
+                f"got {len(experts)} for {len(t.token_ids)} tokens"
+            )
+        first = t if t.sibling == t.segment == 0 else first
+        shared = first is not None and first is not t and _same_prompt(first, t)
+        pieces.append(experts[t.prompt_len :] if shared else experts)
+    offsets = np.cumsum([0, *map(len, pieces)]).astype(np.int64)
+    return {OFFSETS["routed"]: offsets, COLUMN: pieces}
+
+
+def of_rows(columns: Columns) -> list[Experts | None]:
+    """Returns [tokens, layers x experts per token] of every row; `None` if they were not read."""
+    rows = len(columns[OFFSETS["token"]]) - 1
+    if COLUMN not in columns:
+        return [None] * rows
+    found: Any = columns[COLUMN]
+    ends, tokens = columns[OFFSETS["routed"]].tolist(), columns[OFFSETS["token"]].tolist()
+    whole: list[Experts | None] = []
+    first = found[:0]
+    for i, leads in enumerate(begins_group(columns["row/sibling"], columns["row/segment"])):
+        experts = found[ends[i] : ends[i + 1]]
+        first = experts if leads else first
+        if len(experts) < tokens[i + 1] - tokens[i]:
+            experts = np.concatenate([first[: columns["row/prompt_len"][i]], experts])
+        whole.append(experts)
+    return whole
+
+
+def begins_group(siblings: Array, segments: Array) -> list[bool]:
+    """Returns [rows], whether a row is the first of its prompt group."""
+    found: list[bool] = ((siblings == 0) & (segments == 0)).tolist()
+    return found
+
+
+def complete(
+    values: Array,
+    ends: npt.NDArray[np.int64],
+    prompt: Array,
+    prompt_lens: Sequence[int],
+    lengths: npt.NDArray[np.int64],
+) -> tuple[Array, npt.NDArray[np.int64]]:
+    """Prepends the prompt of the group's first row to the leading rows that share it.
+
+    Args:
+        values, ends: the column and its [n+1] boundaries.
+        prompt: experts of the first row's prompt, equal in length to those left out.
+        prompt_lens, lengths: prompt tokens, and all tokens, of the rows without their first.
+    """
+    parts, sizes = [], np.diff(ends)
+    for i, (prompt_len, length) in enumerate(zip(prompt_lens, lengths.tolist(), strict=True)):
+        if sizes[i] < length:
+            parts.append(prompt[:prompt_len])
+        parts.append(values[ends[i] : ends[i + 1]])
+        sizes[i] = length
+    parts.append(values[ends[len(prompt_lens)] :])
+    return np.concatenate(parts), np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+
+def _same_prompt(first: Trajectory, other: Trajectory) -> bool:
+    size = other.prompt_len
+    if first.routed_experts is None or other.routed_experts is None or first.guid != other.guid:
+        return False
+    return first.prompt_len == size and np.array_equal(
+        first.routed_experts[:size], other.routed_experts[:size]
+    )
+
 
 _ROW_VALUES: dict[str, Callable[[Trajectory], int | float]] = {
     "row/guid": lambda t: t.guid,
@@ -39,11 +136,11 @@ _PLAIN = ("guid", "sibling", "segment", "prompt_index", "seed", "prompt_len", "e
 """Row columns that are fields of the same name and value."""
 PARTS = "row/score_parts"
 SMALL_PIECE = 4096
-"""Mean bytes below which joining pieces costs less than handing them to the kernel one by one."""
+"""Mean bytes below which joining pieces is cheaper than passing them to the kernel one by one."""
 
 
 def gather(groups: Sequence[PromptGroup]) -> ColumnPieces:
-    """The columns of whole prompt groups, one after the other; large arrays are not copied.
+    """Returns the columns of whole prompt groups, one after the other; copies no large array.
 
     Raises:
         BusError: no group, rows that are not siblings 0..G-1 with segments 0.. each, rewards that
@@ -70,11 +167,11 @@ def gather(groups: Sequence[PromptGroup]) -> ColumnPieces:
         OFFSETS["turn"]: _offsets([len(each) for each in turns]),
         "ragged/turns": np.concatenate(turns),
     }
-    return {**columns, **_part_columns(rows), **routed.gather(rows), **media.gather(rows)}
+    return {**columns, **_part_columns(rows), **gather_routed(rows), **media.gather(rows)}
 
 
 def facts(rows: Sequence[Trajectory]) -> Columns:
-    """The columns of one number per row, without parts of rewards, as a shard has them."""
+    """Returns the columns of one number per row, without parts of rewards, as in a shard."""
     runs, offsets = _runs(rows)
     oldest, newest = _version_range(runs[:, 1], offsets)
     return {
@@ -90,18 +187,18 @@ def facts(rows: Sequence[Trajectory]) -> Columns:
 def _runs(
     rows: Sequence[Trajectory],
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """The version runs of all rows, one after the other, and where those of each begin and end."""
+    """Returns the version runs of all rows end to end, and the boundaries of each row's."""
     runs = np.concatenate([t.version_runs for t in rows]).astype(np.int32, copy=False)
     return runs, _offsets([len(t.version_runs) for t in rows])
 
 
 def part_names(rows: Iterable[Trajectory]) -> list[str]:
-    """Names of the columns of `row/score_parts`, as `gather` makes it of these rows."""
+    """Returns the names of the columns of `row/score_parts` that `gather` makes of these rows."""
     return sorted({name for t in rows for name in t.parts})
 
 
 def to_columns(groups: Sequence[PromptGroup]) -> Columns:
-    """Gathers as `gather` does, each column one array.
+    """Does as `gather`, with one array per column.
 
     Raises:
         BusError: as `gather`.
@@ -113,13 +210,9 @@ def to_columns(groups: Sequence[PromptGroup]) -> Columns:
 
 
 def from_columns(packed: Columns, part_names: Sequence[str] = ()) -> list[Trajectory]:
-    """The trajectories of a shard, or of a span of one; arrays are views of `packed`.
+    """Returns the trajectories of a shard, or of a span of one; arrays are views of `packed`.
 
-    What was not read, or is not there, is `None`, empty, or not among `columns`.
-
-    Args:
-        packed: the columns.
-        part_names: names of the columns of `row/score_parts`.
+    Columns that are missing or were not read are `None`, empty, or not among `columns`.
     """
     columns: dict[str, Any] = dict(packed)
     tokens, runs = columns[OFFSETS["token"]].tolist(), columns[OFFSETS["run"]].tolist()
@@ -131,7 +224,7 @@ def from_columns(packed: Columns, part_names: Sequence[str] = ()) -> list[Trajec
     flat = {name: columns[f"ragged/{name}"] for name in ("token_ids", "loss_mask")}
     by_token = {k: columns[n] for k, n in extra_columns("token").items() if n in columns}
     by_row = {k: columns[n] for k, n in extra_columns("row").items() if n in columns}
-    shown, spans, experts = media.of_rows(packed), media.spans_of(packed), routed.of_rows(packed)
+    shown, spans, experts = media.of_rows(packed), media.spans_of(packed), of_rows(packed)
     turns = columns.get("ragged/turns")
     ends = columns[OFFSETS["turn"]].tolist() if turns is not None else []
     return [
@@ -155,7 +248,7 @@ def from_columns(packed: Columns, part_names: Sequence[str] = ()) -> list[Trajec
 
 
 def _part_columns(rows: Sequence[Trajectory]) -> Columns:
-    """The parts of rewards, [rows, names], NaN where a row has none of a name."""
+    """Returns the parts of rewards, [rows, names]; NaN if a row has no part of that name."""
     names = part_names(rows)
     if not names:
         return {}
@@ -200,7 +293,7 @@ def _check(group: PromptGroup) -> None:
 
 
 def _check_place(group: PromptGroup, before: Trajectory | None, t: Trajectory) -> None:
-    """A row begins the next episode, or goes on with that of the row before."""
+    """Checks that a row begins the next episode, or continues that of the row before."""
     sibling, segment = (before.sibling, before.segment) if before else (-1, 0)
     if t.segment and (t.sibling, t.segment) == (sibling, segment + 1) and before:
         if t.reward != before.reward:
@@ -219,7 +312,7 @@ def _check_place(group: PromptGroup, before: Trajectory | None, t: Trajectory) -
 def _version_range(
     versions: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]
 ) -> tuple[Array, Array]:
-    """[n], [n] oldest and newest policy of each row; -1 where nothing was sampled."""
+    """Returns [n], [n] oldest and newest policy of each row; -1 if nothing was sampled."""
     oldest = np.full(len(offsets) - 1, -1, np.int32)
     newest = oldest.copy()
     sampled = np.diff(offsets) > 0
@@ -231,7 +324,7 @@ def _version_range(
 
 
 def _turns(row: Trajectory) -> npt.NDArray[np.int32]:
-    """[turns, 2] as they were written; without a word of them it is a prompt and a response."""
+    """Returns [turns, 2] as written; by default one prompt and one response."""
     if row.turns is not None:
         return row.turns.astype(np.int32, copy=False)
     plain = [(0, TurnKind.GIVEN), (row.prompt_len, TurnKind.SAMPLED)]

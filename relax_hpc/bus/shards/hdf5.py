@@ -1,9 +1,9 @@
-"""The HDF5 side of a shard: libhdf5 lays the file out in memory, the payload never passes it.
+"""Lays out a shard's HDF5 metadata with libhdf5, in memory, without the payload.
 
 Opening a path through libhdf5 costs stats, a lock and many small writes. Here it only builds its
-superblock and object headers, through h5py's file-object driver, and tells where each dataset's
-bytes belong; `bus.shard_write` writes both with plain system calls. Only compressed columns are
-libhdf5's own to write and to read.
+superblock and object headers, through h5py's file-object driver, and returns where each dataset's
+bytes belong. `bus.shards.shard_write` writes both with plain system calls. Only compressed columns
+are written and read by libhdf5.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ import hdf5plugin  # noqa: F401 - registers the filter with libhdf5
 import numpy as np
 from h5py import h5d, h5g, h5p, h5s, h5t, h5z
 
-from relax_hpc.bus.shards.memory import PAGE
+from relax_hpc.bus.durable import PAGE
 from relax_hpc.bus.shards.shard_format import Field, num_bytes
 from relax_hpc.schema import Array
 
@@ -22,8 +22,8 @@ Attribute = str | int | float
 Pread = Callable[[memoryview, int], int]
 """Fills memory from an offset of a file; returns bytes read, fewer only at its end."""
 PAGES_FROM = 1 << 20
-"""Objects from this size on begin on a page: the kernel copies them faster, and small ones would be
-mostly the gaps between them."""
+"""Objects of at least this size begin on a page, since the kernel copies them faster; small ones
+would leave mostly gaps."""
 CHUNK_BYTES = 1 << 20
 ZSTD = 32015
 """HDF5's registered number of the filter."""
@@ -38,7 +38,7 @@ class Dataset(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     compressed: Array | None = None
-    """Values, if libhdf5 shall compress them; else only its place is laid out."""
+    """Values, if libhdf5 compresses them; else only the place is laid out."""
 
 
 class Skeleton(NamedTuple):
@@ -47,9 +47,8 @@ class Skeleton(NamedTuple):
     extents: list[tuple[int, bytes]]
     """(absolute offset, bytes) of metadata and compressed chunks, rising, not overlapping."""
     offsets: dict[str, int]
-    """Dataset -> absolute offset of its bytes; 0 where there are none or they are compressed."""
+    """Dataset -> absolute offset of its bytes; 0 if it is empty or compressed."""
     length: int
-    """Length of the complete file."""
 
 
 class _SparseFile:
@@ -104,7 +103,7 @@ class _SparseFile:
         return self.length
 
     def flush(self) -> None:
-        """Nothing is buffered."""
+        """Does nothing: nothing is buffered."""
 
 
 def lay_out(
@@ -114,7 +113,6 @@ def lay_out(
 
     Args:
         datasets: in the order their bytes should lie in the file.
-        attributes: of the root group.
         user_block: bytes kept free in front of the superblock; a power of two, at least 512.
     """
     sparse = _SparseFile()
@@ -138,27 +136,25 @@ def lay_out(
 
 
 def read_compressed(pread: Pread, length: int, name: str, field: Field, items: slice) -> Array:
-    """Items of a compressed dataset.
+    """Reads items of a compressed dataset.
 
     Args:
         pread: fills memory from an offset of the open shard; returns bytes read.
-        length: of the file.
-        field: its dtype and shape.
 
     Raises:
-        OSError: libhdf5 found its metadata or a chunk damaged, or it is not compressed as here.
+        OSError: metadata or a chunk is damaged, or it is not compressed as here.
     """
     try:
         with h5py.File(_OpenFile(pread, length), "r") as file:
-            return cast(Array, _compressed(file, name, field)[items])
+            return cast(Array, _open_compressed(file, name, field)[items])
     except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise OSError(f"libhdf5: {error}") from error
 
 
-def _compressed(file: h5py.File, name: str, field: Field) -> h5py.Dataset:
-    """The dataset, if it is one as `_chunked` makes it.
+def _open_compressed(file: h5py.File, name: str, field: Field) -> h5py.Dataset:
+    """Opens the dataset, if `_make_chunk_options` could have made it.
 
-    HDF5 would read one that is linked, virtual or external from other files of whoever reads.
+    HDF5 would follow links, virtual and external datasets to any file the reader can open.
     """
     dataset = file
     for entry in name.split("/"):
@@ -175,7 +171,7 @@ def _compressed(file: h5py.File, name: str, field: Field) -> h5py.Dataset:
 
 
 class _OpenFile:
-    """A read-only file object over a file that somebody else has open."""
+    """A read-only file object over a file that is open already."""
 
     def __init__(self, pread: Pread, length: int) -> None:
         self._pread, self._length, self._at = pread, length, 0
@@ -197,11 +193,11 @@ class _OpenFile:
         return bytes(data[: self.readinto(memoryview(data))])
 
     def flush(self) -> None:
-        """Nothing is buffered."""
+        """Does nothing: nothing is buffered."""
 
 
 def _create(file: h5py.File, dataset: Dataset, contiguous: h5p.PropDCID) -> int:
-    plist = contiguous if dataset.compressed is None else _chunked(dataset)
+    plist = contiguous if dataset.compressed is None else _make_chunk_options(dataset)
     dtype = h5t.py_create(np.dtype(dataset.dtype), logical=True)
     created = h5d.create(
         file.id, dataset.name.encode(), dtype, h5s.create_simple(dataset.shape), plist
@@ -219,7 +215,7 @@ def _contiguous() -> h5p.PropDCID:
     return plist
 
 
-def _chunked(dataset: Dataset) -> h5p.PropDCID:
+def _make_chunk_options(dataset: Dataset) -> h5p.PropDCID:
     plist = _plist()
     items = max(dataset.shape[0], 1)
     stride = max(num_bytes(dataset.dtype, dataset.shape) // items, 1)

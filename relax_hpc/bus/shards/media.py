@@ -1,4 +1,4 @@
-"""Media: encoded bytes, each stored once in a shard however many rows show it."""
+"""Stores and reads media: encoded bytes, once per shard however many rows show them."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,14 +28,14 @@ FRAMES, DIGEST = "ragged/media_frames", "media/xxh3"
 _KIND, _GRID = "media/kind", "media/grid_thw"
 _SECONDS, _CANONICAL = "media/seconds_per_grid", "media/canonical_xxh3"
 FACTS = (REFS, SPANS, FRAMES, DIGEST, _KIND, _GRID, _SECONDS, _CANONICAL)
-"""All that there is of media but their bytes: `Trajectory.media` without `data`."""
+"""All columns of media but their bytes: `Trajectory.media` without `data`."""
 _UNKNOWN = bytes(16)
 _AT_ONCE = 16
 """Media whose bytes are in memory while a shard is verified."""
 
 
 def digest(data: npt.NDArray[np.uint8]) -> bytes:
-    """XXH3-128 in its canonical order of bytes: the same on every machine, not cryptographic."""
+    """Returns XXH3-128 in its canonical byte order: equal on every machine, not cryptographic."""
     return xxhash.xxh3_128_digest(np.ascontiguousarray(data).data)
 
 
@@ -75,7 +75,7 @@ def gather(rows: Sequence[Trajectory]) -> ColumnPieces:
 
 
 def of_rows(columns: Columns) -> list[tuple[Medium, ...]]:
-    """The media of every row; empty where they were not read. Rows share them."""
+    """Returns the media of every row; empty if they were not read. Rows share them."""
     rows = len(columns[OFFSETS["token"]]) - 1
     if not columns.keys() >= {REFS, _KIND, _GRID}:
         return [()] * rows
@@ -85,7 +85,7 @@ def of_rows(columns: Columns) -> list[tuple[Medium, ...]]:
 
 
 def owners(digests: Array, ends: Array) -> npt.NDArray[np.int64]:
-    """[m] the medium that has the bytes of each: the first of its digest that has any.
+    """Returns [m], for each medium the first one of its digest that has bytes.
 
     Args:
         digests: [m, 16] of the bytes.
@@ -104,7 +104,7 @@ def owners(digests: Array, ends: Array) -> npt.NDArray[np.int64]:
 
 
 def spans_of(columns: Columns) -> list[npt.NDArray[np.int32]]:
-    """Returns [spans, 3] of every row; empty where they were not read."""
+    """Returns [spans, 3] of every row; empty if they were not read."""
     rows = len(columns[OFFSETS["token"]]) - 1
     if SPANS not in columns:
         return [NO_SPANS] * rows
@@ -114,7 +114,6 @@ def spans_of(columns: Columns) -> list[npt.NDArray[np.int32]]:
 
 
 def numbers_of(shard: "Shard", row: int) -> list[int]:
-    """The media of a row, as the shard numbers them."""
     if REFS not in shard.fields:
         return []
     numbers: list[int] = shard.read_rows(REFS, row, row + 1).tolist()
@@ -122,10 +121,10 @@ def numbers_of(shard: "Shard", row: int) -> list[int]:
 
 
 def read(shard: "Shard", numbers: Sequence[int]) -> list[Medium]:
-    """Reads some media of a shard, as it numbers them, and no byte of others.
+    """Reads some media of a shard by number, and no byte of others.
 
     Raises:
-        DamagedError: the bytes of one are not those of its digest.
+        DamagedError: bytes do not match their digest.
     """
     names = [n for n, c in COLUMNS.items() if c.axis in ("medium", "media_frame")]
     facts = {name: shard.read(name) for name in names if name in shard.fields}
@@ -149,10 +148,10 @@ def read(shard: "Shard", numbers: Sequence[int]) -> list[Medium]:
 
 
 def verify(shard: "Shard") -> None:
-    """Compares every medium of a shard with its digest, and what rows say of media with them.
+    """Compares every medium of a shard with its digest, and with the references of rows.
 
     Raises:
-        DamagedError: one is not what its digest says, or a row is shown one that is not there.
+        DamagedError: a digest does not match, or a row refers to a medium that is not there.
     """
     if DIGEST not in shard.fields:
         return
@@ -177,7 +176,7 @@ def verify(shard: "Shard") -> None:
 
 
 def _of(columns: Columns, numbers: Sequence[int]) -> list[Medium]:
-    """Makes media of the columns; they have no data where there are no bytes among these."""
+    """Builds media from the columns, without data if the bytes are not among these."""
     held: dict[str, Any] = dict(columns)
     data, ends = held.get(BYTES), held[OFFSETS["media_byte"]].tolist() if BYTES in held else []
     has_bytes = range(len(ends))
@@ -223,16 +222,16 @@ def _check_spans(t: Trajectory) -> None:
 
 
 class _Distinct:
-    """Numbers media by content; the same array again is recognised without reading it.
+    """Numbers media by content; recognises the same array without reading it.
 
-    Of media that are the same bytes seen in several ways, as a video and its sound, the first has
-    them.
+    If several media are views of the same bytes, as a video and its sound, the first holds the
+    bytes.
     """
 
     def __init__(self) -> None:
         self.media: list[Medium] = []
         self.data: list[npt.NDArray[np.uint8]] = []
-        """Bytes as they are stored: none of what is stored already."""
+        """Bytes to store, each once."""
         self._owners: dict[bytes, int] = {}
         self.digests: list[bytes] = []
         self._by_array: dict[tuple[object, ...], int] = {}
@@ -240,7 +239,7 @@ class _Distinct:
 
     def number(self, medium: Medium) -> int:
         # The caller's rows keep the array alive, so its id stays its own.
-        array = (id(medium.data), *_seen_as(medium))
+        array = (id(medium.data), *_make_key(medium))
         if array not in self._by_array:
             self._by_array[array] = self._number(medium)
         return self._by_array[array]
@@ -249,7 +248,7 @@ class _Distinct:
         if medium.data.dtype != np.uint8 or medium.data.ndim != 1:
             raise BusError(f"a medium is a flat uint8 array, got {medium.data.dtype}")
         value = digest(medium.data)
-        content = (value, *_seen_as(medium))
+        content = (value, *_make_key(medium))
         known = self._by_content.get(content)
         # 128 bits that anybody can compute: two media are the same only if their bytes are.
         if known is not None and np.array_equal(self.media[known].data, medium.data):
@@ -263,6 +262,5 @@ class _Distinct:
         return len(self.media) - 1
 
 
-def _seen_as(medium: Medium) -> tuple[object, ...]:
-    """All of a medium but its bytes."""
+def _make_key(medium: Medium) -> tuple[object, ...]:
     return (medium.kind, *medium[2:])

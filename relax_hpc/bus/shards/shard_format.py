@@ -1,4 +1,4 @@
-"""The meaning of a shard's bytes, for its writer and its reader. docs/bus.md has the tables."""
+"""Defines the bytes of a shard for its writer and reader; docs/reference/bus.md has the tables."""
 
 import math
 import struct
@@ -12,7 +12,7 @@ from relax_hpc.schema import ANY_WIDTH, COLUMNS, MEDIUM_AXES, OFFSETS, Axis, Col
 PLAIN_FORMAT = 1
 """Format of a shard without compressed columns: any reader can read it."""
 FORMAT = 2
-"""Newest format, of shards with compressed columns; a shard says the oldest that suffices."""
+"""Newest format, of shards with compressed columns; a shard names the oldest that suffices."""
 MAGIC = b"\x89RLS1\r\n\x1a"  # like PNG's: catches text-mode damage
 # magic, format, user block, file length, rows, uuid, table bytes, CRC slots, CRC of both, CRC of
 # this header. These 64 bytes mean the same in every format version.
@@ -27,17 +27,15 @@ MEDIA_AXES: tuple[Axis, ...] = ("media_ref", "medium", "media_byte", "media_fram
 _OFFSET_AXES: dict[str, Axis] = {name: axis for axis, name in OFFSETS.items()}
 _ROW_AXES = OFFSETS.keys() - set(MEDIUM_AXES)
 NAMES_OF_PARTS = "score_parts"
-"""Attribute: a JSON list of the names of the parts in `row/score_parts`, if there is
-that column."""
+"""Attribute: a JSON list of the names of the parts in `row/score_parts`, if the column exists."""
 CODEC = "shuffle+zstd+fletcher32"
-"""HDF5's filters 2, 32015 and 3, in this order; the only way a column is compressed."""
+"""HDF5's filters 2, 32015 and 3, in this order; the only compression we use."""
 
 
 class ShardInfo(NamedTuple):
     """The part of a commit record that describes a shard."""
 
     uuid: str
-    """32 hexadecimal digits."""
     length: int
     rows: int
     tokens: int
@@ -51,11 +49,10 @@ class Field(NamedTuple):
     offset: int
     """Absolute, of the first byte; 0 if it is empty or compressed."""
     nbytes: int
-    """Uncompressed."""
     slot: int
-    """CRC slot of its first MiB; the others follow. A compressed dataset has none."""
+    """CRC slot of its first MiB; the others follow. Compressed datasets have none."""
     codec: str = ""
-    """`CODEC`, or nothing where the bytes lie in the file as they are."""
+    """`CODEC`, or empty if uncompressed."""
 
 
 def fields_of(
@@ -65,13 +62,9 @@ def fields_of(
 
     Args:
         table: name of a dataset -> the facts of `Field`.
-        length: of the file.
-        rows: trajectories.
-        num_checksums: of all blocks.
 
     Raises:
-        ValueError: a dataset cannot be what the table says; so do TypeError, KeyError and
-            AttributeError.
+        ValueError, TypeError, KeyError, AttributeError: an impossible dataset.
     """
     fields = {}
     for name, values in table.items():
@@ -88,7 +81,6 @@ def fields_of(
 
 
 def _fits(name: str, field: Field, rows: int) -> bool:
-    """Whether a dataset has the dtype and the shape of the column of its name."""
     dtype, column = np.dtype(field.dtype), COLUMNS.get(name)
     sound = not dtype.hasobject and all(isinstance(n, int) and n >= 0 for n in field.shape)
     if not sound or not field.shape or field.nbytes != num_bytes(field.dtype, field.shape):
@@ -107,5 +99,4 @@ def _width(column: Column) -> list[int]:
 
 
 def num_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """Returns how long a dataset is, uncompressed."""
     return math.prod(shape) * np.dtype(dtype).itemsize

@@ -1,1 +1,1 @@
-"""Questions that people ask of a bus: ls, show, verify, gc, export. No role imports it."""
+"""Inspects a bus for people: ls, show, verify, gc, export. No role imports it."""

@@ -1,7 +1,7 @@
-"""`bus export`: trajectories as rows of Parquet or JSON Lines, for any tool that reads those.
+"""`bus export` and `bus media`: write trajectories to Parquet or JSON Lines, and media to files.
 
 Rows come through `Reader`, as the trainer gets them, and leave in blocks: memory does not grow with
-the run. A step that was trained on is exported in the order in which the trainer saw it.
+the run. A trained step is exported in the order in which the trainer saw it.
 """
 
 import base64
@@ -10,42 +10,40 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from relax_hpc import schema
-from relax_hpc.bus.plan import Part, PlanRecord
+from relax_hpc.bus.plan import PlanRecord, ShardRange
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.shards import media
 from relax_hpc.bus.shards.encode import PARTS
-from relax_hpc.bus.tools import selection
-from relax_hpc.errors import ConfigError
-from relax_hpc.paths import BusPaths
-from relax_hpc.records import finite
-from relax_hpc.schema import Trajectory, extra_columns
-from relax_hpc.user_files import written
+from relax_hpc.bus.tools import inventory
+from relax_hpc.errors import BusError, ConfigError
+from relax_hpc.runtime.files.records import finite
+from relax_hpc.runtime.files.user_files import write_named
+from relax_hpc.runtime.paths import BusPaths
+from relax_hpc.runtime.text import align
+from relax_hpc.schema import MediaKind, Trajectory, extra_columns
 
 BLOCK_BYTES = 32 << 20
-"""Tokens' worth of rows that are held before they are written; a Parquet row group."""
+"""Bytes of tokens buffered before a write; a Parquet row group."""
 Decode = Callable[[Sequence[int]], str]
 
 
-class Source(NamedTuple):
-    """A trajectory, and where it lies."""
-
+class ExportedRow(NamedTuple):
     row: Trajectory
     step: int
-    part: Part
-    """Prompt group of a row."""
+    part: ShardRange
     shard_row: int
 
 
 class ExportColumn(NamedTuple):
     type: pa.DataType
-    value: Callable[[Source], Any]
+    value: Callable[[ExportedRow], Any]
     reads: tuple[str, ...] = ()
     """Columns of the schema that are read only for this one."""
 
@@ -130,7 +128,7 @@ TEXT = ("prompt", "response")
 
 
 def columns_named(names: Sequence[str], decode: Decode | None) -> Columns:
-    """The columns asked for, in that order; all of them if none are named.
+    """Returns the requested columns in that order; all by default.
 
     Raises:
         ConfigError: no such column.
@@ -144,7 +142,7 @@ def columns_named(names: Sequence[str], decode: Decode | None) -> Columns:
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """First and last step of "B" or "A:B".
+    """Returns first and last step of "B" or "A:B".
 
     Raises:
         ConfigError: neither.
@@ -165,7 +163,6 @@ def export(
     """Writes rows to `target`, which appears when it is complete.
 
     Args:
-        target: ends in .parquet or .jsonl.
         steps: first and last step, in the trainer's order; None for all there is on disk.
         on_rows: called with the number of rows so far.
 
@@ -181,7 +178,7 @@ def export(
         raise ConfigError(f"--to {target}: must end in {' or '.join(SINKS)}")
     groups = _groups(paths, steps)
     count = 0
-    with written(target, "--to") as draft, closing(make_sink(draft, columns)) as sink:
+    with write_named(target, "--to") as file, closing(make_sink(file, columns)) as sink:
         reads = [name for column in columns.values() for name in column.reads]
         for block in _blocks(_rows(paths, groups, reads)):
             sink.write(block)
@@ -192,23 +189,25 @@ def export(
 
 def _groups(paths: BusPaths, steps: tuple[int, int] | None) -> Iterable[PlanRecord]:
     if steps is None:
-        return selection.on_disk(paths)
-    records = selection.of_steps(paths, *steps)
-    selection.check_on_disk(paths, records)  # before the first row: no half of a step
-    return (group for record in records for group in selection.groups(record))
+        return inventory.on_disk(paths)
+    records = inventory.of_steps(paths, *steps)
+    inventory.check_on_disk(paths, records)  # before the first row: no half of a step
+    return (group for record in records for group in inventory.groups(record))
 
 
-def _rows(paths: BusPaths, groups: Iterable[PlanRecord], reads: Sequence[str]) -> Iterator[Source]:
+def _rows(
+    paths: BusPaths, groups: Iterable[PlanRecord], reads: Sequence[str]
+) -> Iterator[ExportedRow]:
     reader = Reader(paths)
-    for record in selection.merged(groups):
+    for record in inventory.merge_records(groups):
         rows = iter(reader.rows(record, range(record.num_trajectories), reads))
         for part in record.parts:
             for index in range(part.lo, part.hi):
-                yield Source(next(rows), record.step, part, index)
+                yield ExportedRow(next(rows), record.step, part, index)
 
 
-def _blocks(sources: Iterable[Source]) -> Iterator[list[Source]]:
-    block: list[Source] = []
+def _blocks(sources: Iterable[ExportedRow]) -> Iterator[list[ExportedRow]]:
+    block: list[ExportedRow] = []
     nbytes = 0
     for source in sources:
         block.append(source)
@@ -222,19 +221,17 @@ def _blocks(sources: Iterable[Source]) -> Iterator[list[Source]]:
 
 
 class Sink(Protocol):
-    """A file in the making."""
-
-    def write(self, block: list[Source]) -> None: ...
+    def write(self, block: list[ExportedRow]) -> None: ...
     def close(self) -> None: ...
 
 
 class _ParquetSink:
-    def __init__(self, draft: Path, columns: Columns) -> None:
+    def __init__(self, file: BinaryIO, columns: Columns) -> None:
         self._columns = columns
         self._schema = pa.schema([(name, column.type) for name, column in columns.items()])
-        self._writer = pq.ParquetWriter(draft, self._schema, compression="zstd")
+        self._writer = pq.ParquetWriter(file, self._schema, compression="zstd")
 
-    def write(self, block: list[Source]) -> None:
+    def write(self, block: list[ExportedRow]) -> None:
         arrays = [
             pa.array([column.value(source) for source in block], column.type)
             for column in self._columns.values()
@@ -246,18 +243,18 @@ class _ParquetSink:
 
 
 class _JsonLinesSink:
-    def __init__(self, draft: Path, columns: Columns) -> None:
-        self._columns = columns
-        self._file = draft.open("w")
+    def __init__(self, file: BinaryIO, columns: Columns) -> None:
+        self._columns, self._file = columns, file
 
-    def write(self, block: list[Source]) -> None:
+    def write(self, block: list[ExportedRow]) -> None:
         for source in block:
             row = {name: column.value(source) for name, column in self._columns.items()}
             said, _ = finite(row, _as_json)
-            self._file.write(json.dumps(said, separators=(",", ":"), allow_nan=False) + "\n")
+            line = json.dumps(said, separators=(",", ":"), allow_nan=False) + "\n"
+            self._file.write(line.encode())
 
     def close(self) -> None:
-        self._file.close()
+        pass
 
 
 def _as_json(value: object) -> object:
@@ -277,7 +274,68 @@ def _text_columns(decode: Decode) -> Columns:
     }
 
 
-SINKS: dict[str, Callable[[Path, Columns], Sink]] = {
+SINKS: dict[str, Callable[[BinaryIO, Columns], Sink]] = {
     ".parquet": _ParquetSink,
     ".jsonl": _JsonLinesSink,
 }
+
+
+_OTHERS = {MediaKind.JPEG: "jpg", MediaKind.FRAMES: "zip", MediaKind.TENSOR: "npy"}
+ENDINGS: dict[MediaKind, str] = {kind: _OTHERS.get(kind, kind.name.lower()) for kind in MediaKind}
+
+
+class ExportedMedium(NamedTuple):
+    path: Path
+    kind: str
+    nbytes: int
+    patches: str
+    tokens: int
+    canonical_xxh3: str
+
+
+def write(paths: BusPaths, guid: int, folder: Path) -> list[ExportedMedium]:
+    """Writes each medium of a prompt group once, with its bytes from the bus.
+
+    Returns:
+        The files, in the order of the media.
+
+    Raises:
+        BusError: no such group, one without media, or damage.
+        ConfigError: a file exists already, or cannot be written.
+    """
+    record = inventory.of_guid(paths, guid)
+    inventory.check_on_disk(paths, [record])
+    reader = Reader(paths)
+    rows = reader.rows(record, range(record.num_trajectories), media.FACTS)
+    wanted = [(row, n) for row, found in enumerate(rows) for n in range(len(found.media))]
+    if not wanted:
+        raise BusError(f"prompt group {guid}: has no media; relax-hpc bus show shows its text")
+    tokens, files = dict[str, int](), list[ExportedMedium]()
+    distinct: dict[str, tuple[int, int]] = {}
+    for key, each in zip(wanted, reader.media(record, wanted), strict=True):
+        distinct.setdefault(each.place, key)
+        spans = rows[key[0]].media_spans
+        tokens.setdefault(each.place, int(spans[spans[:, 0] == key[1], 2].sum()))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: {error.strerror}; name another folder") from None
+    for number, each in enumerate(reader.media(record, distinct.values())):
+        medium = each.medium
+        path = folder / f"guid{guid}_{number}.{ENDINGS[medium.kind]}"
+        with write_named(path, "--out") as file:
+            file.write(medium.data.tobytes())
+        patches = " x ".join(map(str, medium.grid_thw)) if any(medium.grid_thw) else "-"
+        digest = medium.canonical_xxh3.hex() or "-"
+        files.append(
+            ExportedMedium(
+                path, medium.kind.name, len(medium.data), patches, tokens[each.place], digest
+            )
+        )
+    reader.close()
+    return files
+
+
+def text(files: list[ExportedMedium]) -> str:
+    head = ("file", "kind", "bytes", "patches", "tokens", "canonical array")
+    return align([head, *(tuple(map(str, file)) for file in files)])

@@ -1,44 +1,47 @@
-"""An endpoint on the loopback interface, for all episodes of an event loop that want one."""
+"""Serves the chat API on the loopback interface, for all episodes of an event loop."""
 
 import asyncio
 import json
 import secrets
+import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from relax_hpc.environments.chat_api.fields import Asked, RefusedError, asked_of
-from relax_hpc.environments.chat_api.messages import History
-from relax_hpc.environments.chat_api.replies import (
+from relax_hpc.environments.chat_api.messages import (
     MODEL,
+    BadRequestError,
+    ChatRequest,
     Completion,
+    History,
     completion,
     event,
     events,
     message_of,
+    parse_request,
 )
 from relax_hpc.environments.session import Session
 from relax_hpc.errors import RelaxError, first_line
+from relax_hpc.runtime.comm.door import Door, reply
 
 if TYPE_CHECKING:
     from aiohttp import web
 
 HEARTBEAT_S = 10.0
-"""Time between signs of life in a stream whose reply is not there yet."""
+"""Seconds between comments in a stream whose reply is pending."""
 _MOST_BODY_BYTES = 1 << 30
+_BACKLOG = 1024
 _CLOSE_S = 0.1
+_UNKNOWN_KEY = "the key is of no episode that is under way"
 
 
 class Served:
-    """An episode's place at the endpoint."""
-
     def __init__(self, base_url: str, session: Session) -> None:
         self.base_url, self.api_key = base_url, secrets.token_urlsafe(32)
         self.num_replies = 0
-        """Replies that were given."""
         self.is_over = False
-        """Whether nothing more is answered."""
         self.session = session
         self._history = History(session.conversation)
         self._turn = asyncio.Lock()
@@ -47,14 +50,14 @@ class Served:
 
     @property
     def is_asked(self) -> bool:
-        """Whether an agent waits for a reply."""
         return bool(self._open)
 
-    def ask(self, request: "web.Request", body: bytes, asked: Asked) -> "asyncio.Task[Completion]":
-        """The reply to a request.
+    def ask(
+        self, request: "web.Request", body: bytes, asked: ChatRequest
+    ) -> "asyncio.Task[Completion]":
+        """Returns the task for the reply to a request.
 
-        One that is sent again since nobody listens to its reply any more, as clients do after a
-        timeout, is the same request.
+        A client that resends a request after a timeout gets the same task.
         """
         if body in self._kept:
             before, task = self._kept[body]
@@ -67,20 +70,20 @@ class Served:
         self._kept[body] = request, task
         return task
 
-    def delivered(self, request: "web.Request", body: bytes) -> None:
-        """Forgets a request whose reply was sent to somebody who was there."""
+    def forget(self, request: "web.Request", body: bytes) -> None:
+        """Forgets a request whose reply was delivered."""
         if request.transport is not None and self._kept.get(body, (None,))[0] is request:
             del self._kept[body]
 
     async def end(self) -> None:
-        """Breaks off what is under way, and answers nothing more."""
+        """Cancels pending replies, and answers nothing more."""
         self.is_over = True
         left = [*self._open]
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
-    async def _reply(self, asked: Asked) -> Completion:
+    async def _reply(self, asked: ChatRequest) -> Completion:
         async with self._turn:
             reply = await self.session.chat(
                 self._history.of(asked.messages),
@@ -100,13 +103,14 @@ class _Server:
     def __init__(self) -> None:
         self._episodes: dict[str, Served] = {}
         self._runner: web.AppRunner | None = None
+        self._door: Door | None = None
         self._starting = asyncio.Lock()
 
     async def enter(self, session: Session) -> Served:
         async with self._starting:
-            if self._runner is None:
-                self._runner = await self._started()
-            host, port = self._runner.addresses[0][:2]
+            if self._door is None:
+                self._door = await self._start()
+            host, port = self._door.address
             served = Served(f"http://{host}:{port}/v1", session)
             self._episodes[served.api_key] = served
         return served
@@ -116,26 +120,40 @@ class _Server:
         try:
             await served.end()
         finally:
-            if not self._episodes and self._runner is not None:
-                runner, self._runner = self._runner, None
+            if not self._episodes and self._runner is not None and self._door is not None:
+                runner, door = self._runner, self._door
+                self._runner = self._door = None
+                door.close()
                 await runner.cleanup()
 
-    async def _started(self) -> "web.AppRunner":
+    async def _start(self) -> Door:
         from aiohttp import web
 
         app = web.Application(client_max_size=_MOST_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/v1/models", self._models)
         app.router.add_route("*", "/{path:.*}", self._nothing)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_S)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return runner
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_S)
+        await self._runner.setup()
+        make = self._runner.server
+        assert make is not None, "it was set up"
+        refusal = reply(HTTPStatus.UNAUTHORIZED, json.dumps(_make_error(401, _UNKNOWN_KEY)))
+        listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+        door = Door("chat API", listener, self._admits, refusal)
+        door.open(make)
+        return door
 
-    def _episode_of(self, request: "web.Request") -> Served | None:
-        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+    def _admits(self, given: bytes) -> bool:
+        return self._find_episode(given.decode("latin-1")) is not None
+
+    def _find_episode(self, given: str) -> Served | None:
+        """Returns the episode of the key in an Authorization header."""
+        kind, _, key = given.partition(" ")
         served = self._episodes.get(key.strip()) if kind.lower() == "bearer" else None
         return None if served is None or served.is_over else served
+
+    def _episode_of(self, request: "web.Request") -> Served | None:
+        return self._find_episode(request.headers.get("Authorization", ""))
 
     async def _models(self, request: "web.Request") -> "web.Response":
         if self._episode_of(request) is None:
@@ -157,38 +175,38 @@ class _Server:
         if served.is_over:  # meanwhile
             return _unknown_key()
         try:
-            asked = asked_of(_parsed(body), served.session)
-        except RefusedError as error:
+            asked = parse_request(_parse(body), served.session)
+        except BadRequestError as error:
             return _error(400, str(error))
         task = served.ask(request, body, asked)
-        stream = await _begun(request, task) if asked.is_stream else None
+        stream = await _wait_with_comments(request, task) if asked.is_stream else None
         try:
             made = await asyncio.shield(task)
-        except (RefusedError, RelaxError) as error:
+        except (BadRequestError, RelaxError) as error:
             failed = isinstance(error, RelaxError) and served.session.failure is not None
             said = _error(503 if failed else 400, first_line(error))
-            return said if stream is None else await _sent(stream, [_event_of(said)])
+            return said if stream is None else await _send(stream, [_event_of(said)])
         finally:
-            served.delivered(request, body)
+            served.forget(request, body)
         if not asked.is_stream:
             return _json(200, made)
         if stream is None:
-            stream = await _opened(request)
-        return await _sent(stream, events(made, with_usage=asked.with_usage))
+            stream = await _open_stream(request)
+        return await _send(stream, events(made, with_usage=asked.with_usage))
 
 
-async def _begun(
+async def _wait_with_comments(
     request: "web.Request", task: "asyncio.Task[Completion]"
 ) -> "web.StreamResponse | None":
-    """Waits for a reply, with comments for who listens; None where none was needed."""
+    """Waits for a reply, sending comments to a listening client; None if none was needed."""
     stream = None
     while not (await asyncio.wait([task], timeout=HEARTBEAT_S))[0]:
-        stream = stream or await _opened(request)
-        await _sent(stream, [b": sampling\n\n"])
+        stream = stream or await _open_stream(request)
+        await _send(stream, [b": sampling\n\n"])
     return stream
 
 
-async def _opened(request: "web.Request") -> "web.StreamResponse":
+async def _open_stream(request: "web.Request") -> "web.StreamResponse":
     from aiohttp import web
 
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -198,28 +216,31 @@ async def _opened(request: "web.Request") -> "web.StreamResponse":
     return stream
 
 
-async def _sent(stream: "web.StreamResponse", pieces: Iterable[bytes]) -> "web.StreamResponse":
+async def _send(stream: "web.StreamResponse", pieces: Iterable[bytes]) -> "web.StreamResponse":
     with suppress(ConnectionError):
         for piece in pieces:
             await stream.write(piece)
     return stream
 
 
-def _parsed(body: bytes) -> object:
+def _parse(body: bytes) -> object:
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise RefusedError(f"the body is no JSON: {first_line(error)}") from None
+        raise BadRequestError(f"the body is no JSON: {first_line(error)}") from None
 
 
 def _unknown_key() -> "web.Response":
-    return _error(401, "the key is of no episode that is under way")
+    return _error(401, _UNKNOWN_KEY)
 
 
 def _error(status: int, message: str) -> "web.Response":
+    return _json(status, _make_error(status, message))
+
+
+def _make_error(status: int, message: str) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    said = {"message": message, "type": kind, "param": None, "code": None}
-    return _json(status, {"error": said})
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
 def _event_of(said: "web.Response") -> bytes:
@@ -240,8 +261,9 @@ async def serving(session: Session) -> AsyncIterator[Served]:
     """Serves an episode's policy to programs of this node.
 
     Yields:
-        `base_url` and `api_key`, as clients of OpenAI take them. Who has the key asks the session,
-        one after another; afterwards it opens nothing any more.
+        `base_url` and `api_key`, as clients of OpenAI take them. Requests with the key go to the
+            session
+        one after another; after the block the key is invalid.
     """
     server = _SERVERS.setdefault(asyncio.get_running_loop(), _Server())
     served = await server.enter(session)

@@ -1,64 +1,47 @@
-"""Actor and engines on the same GPUs: a lease goes from one to the other.
+"""Passes a lease on shared GPUs between actor and engines.
 
-Rank 0 gives it. The trainer has it from when a batch is whole, and engines have nothing to do, to
-the update of the policy; then engines are given that policy, and sample the next batch.
+Rank 0 gives the lease. The trainer holds it from the time a batch is complete and engines are idle
+until the policy is updated. Then engines get that policy, and sample the next batch.
 """
 
 import logging
 import time
-from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
-from relax_hpc import heartbeat
-from relax_hpc.comm.world import World
-from relax_hpc.engines.training_engine import TrainingEngine
-from relax_hpc.roles.turns import Turns, heard
-from relax_hpc.telemetry.events import EventWriter
-from relax_hpc.weights.sleep import NOTICE_S
+from relax_hpc.roles.training.duties import Turns, heard
+from relax_hpc.runtime import heartbeat
+from relax_hpc.runtime.comm.world import World
+from relax_hpc.runtime.telemetry.events import EventWriter
+from relax_hpc.trainer.training_engine import TrainingEngine
+from relax_hpc.weights.same_gpu import NOTICE_S, Sleep
 
 log = logging.getLogger(__name__)
 
 
-class Engines(Protocol):
-    """All of them, as rank 0 sees to them."""
+class Lease:
+    """The right to use the GPUs: always the trainer's, on GPUs that no engine uses.
 
-    def fall_asleep(self, *, notice_s: float = 0.0, on_wait: Callable[[], None] = ...) -> None: ...
-    def wake(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class Lease(Protocol):
-    """The right to use the GPUs; every rank of the actor has one, and methods are collective."""
+    Every rank of the actor has one, and methods are collective.
+    """
 
     def to_trainer(self, trainer: TrainingEngine) -> None:
-        """Returns when the trainer may compute; nothing to do if it may already."""
-        ...
+        """Returns when the trainer may compute; immediately if it already may."""
 
     def to_engines(self, trainer: TrainingEngine) -> None:
-        """The trainer does not compute until it has the lease again."""
-        ...
+        """Ends the trainer's right to compute until it has the lease again."""
 
     def close(self) -> None: ...
 
 
-class OwnGpus:
-    """The lease on GPUs that nobody else uses: there is nothing to do."""
-
-    def to_trainer(self, trainer: TrainingEngine) -> None: ...
-    def to_engines(self, trainer: TrainingEngine) -> None: ...
-    def close(self) -> None: ...
-
-
-class SharedGpus:
+class SharedGpus(Lease):
     """The lease on GPUs that engines use, too."""
 
-    def __init__(self, world: World, engines: Engines | None, events: EventWriter) -> None:
-        """Returns when engines sleep: those of an actor that died may have the memory.
+    def __init__(self, world: World, engines: Sleep | None, events: EventWriter) -> None:
+        """Returns when engines sleep: those of an actor that died may hold the memory.
 
         Args:
-            engines: rank 0's, nobody else's.
+            engines: on rank 0 only.
         """
         self._world, self._engines, self._events = world, engines, events
         self._turns = Turns(world)
@@ -68,13 +51,14 @@ class SharedGpus:
             self._take(notice_s=NOTICE_S)
 
     def to_trainer(self, trainer: TrainingEngine) -> None:
-        """Engines sleep, and the trainer takes back what it lent."""
+        """Puts engines to sleep, and restores the trainer's GPU memory."""
         if not self._is_trainers:
             self._take()
             trainer.reclaim()
 
     def to_engines(self, trainer: TrainingEngine) -> None:
-        """The trainer keeps little; engines may start, and wake once they are given weights."""
+        """Releases most of the trainer's memory; engines may start, and wake once they get
+        weights."""
         trainer.lend()
         self._world.barrier()
         self._is_trainers = False
@@ -97,7 +81,7 @@ class SharedGpus:
         self._is_trainers = True
 
     def _doubt_room(self) -> None:
-        """Says why engines will end that want more of the GPU than there is; they start again."""
+        """Warns if engines want more of the GPU than is free: they will crash and restart."""
         free = free_gib()
         if free is not None and free < self._given_back:
             log.warning(
@@ -112,5 +96,5 @@ class SharedGpus:
 
 
 def free_gib() -> float | None:
-    """GiB of this process's GPU that nobody has; None where it has no GPU."""
+    """Returns the free GiB of this process's GPU; None without a GPU."""
     return torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else None

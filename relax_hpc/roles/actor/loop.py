@@ -1,59 +1,98 @@
-"""The actor role: trains on batches in their order, each portion as soon as it is there."""
+"""Runs the actor: trains on batches in order, on each portion as soon as it is there."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from relax_hpc.algorithms.composition import Objective, objective_of
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.staleness import mask_over_age
-from relax_hpc.comm.world import World
+from relax_hpc.config.actor import columns_by_teacher
 from relax_hpc.config.run import RunConfig
-from relax_hpc.config.teachers import columns_by_teacher
-from relax_hpc.engines.training_engine import TrainingEngine
-from relax_hpc.roles.actor.lease import Lease, OwnGpus
-from relax_hpc.roles.actor.reference import Reference
-from relax_hpc.roles.dealing.portions import Portion, Share, share_of
+from relax_hpc.roles.actor.lease import Lease
+from relax_hpc.roles.dealing.portions import Portion, RankPortion, share_of
 from relax_hpc.roles.dealing.sight import sight_of
 from relax_hpc.roles.teacher.routing import of_its_teacher
-from relax_hpc.roles.training.steps import StepLog, stop_or_go_on
-from relax_hpc.roles.turns import heard
+from relax_hpc.roles.training.duties import Duties, heard, nothing, stop_or_go_on
+from relax_hpc.runtime import heartbeat
+from relax_hpc.runtime.comm.world import World
+from relax_hpc.runtime.telemetry.events import EventWriter
+from relax_hpc.runtime.telemetry.timers import Timers
 from relax_hpc.schema import Trajectory
-from relax_hpc.telemetry.timers import Timers
+from relax_hpc.trainer.training_engine import TrainingEngine
+from relax_hpc.weights.transport import TrainerRanks
+
+log = logging.getLogger(__name__)
+
+_NAME = "reference"
+"""Name of the weights, in the engine and in checkpoints."""
 
 
-class Duties(StepLog, Protocol):
-    """A rank's work besides training: rank 0 decides, serves and notes, the others help."""
+class Reference:
+    """Adds the column `ref_logprobs` to rows; every rank has one, and its methods are collective.
 
-    def next_portion(self, step: int, timers: Timers) -> Portion | None:
-        """Rank 0's counts: the next part of the batch; None if engines need the weights first, or
-        the job is about to end."""
-        ...
+    Args:
+        trainer: still holds the policy before the first step.
+        path: Hugging Face folder of the reference, of the same shape; None uses the trainer's
+            current weights.
+        refresh_every: steps between renewals; 0 never.
+        events: of rank 0.
 
-    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> bool:
-        """The rank's part in giving engines the policy; rank 0 says whether some are left."""
-        ...
+    Raises:
+        ConfigError: `path` is not the trainer's model with other numbers.
+    """
 
-    def finish(self) -> None: ...
-    def close(self) -> None: ...
+    name = _NAME
+    """Name of its phase in the times of a step."""
 
+    def __init__(
+        self,
+        trainer: TrainingEngine,
+        path: Path | None = None,
+        *,
+        refresh_every: int = 0,
+        events: EventWriter | None = None,
+    ) -> None:
+        self._trainer, self._refresh_every, self._events = trainer, refresh_every, events
+        trainer.keep(_NAME, path)
 
-def nothing() -> None: ...
+    def fill(
+        self, trajectories: Sequence[Trajectory], micro_batches: Sequence[Sequence[int]]
+    ) -> list[Trajectory]:
+        """Returns the rows with the column; `micro_batches` index `trajectories`."""
+        found = self._trainer.forward_kept_logprobs(_NAME, trajectories, micro_batches)
+        return [
+            trajectory.with_columns(ref_logprobs=logprobs)
+            for trajectory, logprobs in zip(trajectories, found, strict=True)
+        ]
+
+    def end_step(self, step: int) -> None:
+        """Makes the policy of `step` the reference, if a renewal is due.
+
+        Called after that policy is published, and before it is saved, so the checkpoint holds it.
+        """
+        if self._refresh_every and step % self._refresh_every == 0:
+            self._trainer.keep(_NAME, lasting=True)
+            if self._events:
+                self._events.emit("reference", step=step)
+                log.info("policy %d is the reference from now on", step)
 
 
 class Stages(NamedTuple):
-    """A run's work around its steps, besides what all runs do."""
+    """The work around steps that differs between runs."""
 
     save: Callable[[], None]
-    """Called after every step; saves when it is time to."""
+    """Called after every step; saves if a save is due."""
     columns: Sequence[Reference] = ()
-    """Parts that add to rows, in this order."""
+    """Parts that add columns to rows, in this order."""
     checks: Sequence[Callable[[], None]] = ()
-    """Called when the gradient of a batch is there, and not applied yet."""
-    lease: Lease = OwnGpus()
+    """Called when a batch's gradient is complete, before it is applied."""
+    lease: Lease = Lease()
     stop: Callable[[], None] = nothing
-    """Called before every step, and now and then while a batch is waited for; collective."""
+    """Called before every step, and during waits for a batch; collective."""
 
 
 def run(
@@ -61,15 +100,15 @@ def run(
     world: World,
     trainer: TrainingEngine,
     reader: Reader,
-    duties: Duties,
+    duties: Duties[Portion],
     stages: Stages,
 ) -> None:
     """Trains until `num_steps`.
 
-    Rank 0 decides who trains what; of each data-parallel replica one rank reads it, the others are
-    told. The order is the protocol: publish, save, and only then release, which `save` does once a
-    checkpoint is complete. A shard is forgotten when no resume can need it, so a restarted actor
-    finds its next batches.
+    Rank 0 decides which rank trains on which rows. One rank of each data-parallel replica reads
+    them for the others. The order matters: publish, save, and only then release, which `save` does
+    once a checkpoint is complete. A shard is deleted only when no resume can need it, so a
+    restarted actor finds its next batches.
     """
     batches = _Batches(config, world, trainer, reader, duties, stages.stop)
     objective = objective_in(config)
@@ -108,7 +147,7 @@ def run(
 
 
 class _Batches:
-    """The rows that one rank is given to train on."""
+    """The rows that one rank trains on."""
 
     def __init__(
         self,
@@ -116,7 +155,7 @@ class _Batches:
         world: World,
         trainer: TrainingEngine,
         reader: Reader,
-        duties: Duties,
+        duties: Duties[Portion],
         stop: Callable[[], None],
     ) -> None:
         self._stop = stop
@@ -126,14 +165,17 @@ class _Batches:
         self._sight = sight_of(config, reader)
         self._sight.serve(trainer)
 
-    def portions(self, step: int, timers: Timers) -> Iterator[tuple[list[Trajectory], Share, bool]]:
-        """The rank's share of the batch of `step`, as it comes: rows, and whether it is the last.
+    def portions(
+        self, step: int, timers: Timers
+    ) -> Iterator[tuple[list[Trajectory], RankPortion, bool]]:
+        """Yields the rank's share of the batch of `step` as it comes: rows, and whether it is the
+        last.
 
-        Engines that come meanwhile are given the current policy.
+        Engines that come meanwhile get the current policy.
         """
         last = False
         while not last:
-            dealt = self._duties.next_portion(step, timers)
+            dealt = self._duties.next_task(step, timers)
             with timers("read"):
                 portion = heard(self._world, dealt)
             if portion is None:
@@ -146,8 +188,8 @@ class _Batches:
                 rows = self._read(portion, share)
             yield rows, share, last
 
-    def _read(self, portion: Portion, share: Share) -> list[Trajectory]:
-        """The rows of `share`, on all ranks of a replica, which one of them reads."""
+    def _read(self, portion: Portion, share: RankPortion) -> list[Trajectory]:
+        """Returns the rows of `share` on all ranks of a replica; one of them reads."""
         schedule, record = self._config.schedule, portion.record
         columns, planned = {*self._config.columns, *self._sight.columns}, share.columns
         teachers = columns_by_teacher(self._config.teachers).values()
@@ -164,21 +206,52 @@ class _Batches:
 
 
 def objective_in(config: RunConfig) -> Objective:
-    """The function that the run's algorithm minimizes."""
     columns = frozenset(name.split("/")[1] for name in config.columns)
     return objective_of(config.algorithm, columns)
 
 
 def _update(trainer: TrainingEngine, *, learns: bool) -> dict[str, float]:
-    """The next policy; where only the critic learns it is the one before."""
+    """Updates the policy; keeps it if only the critic learns."""
     if learns:
         return trainer.update()
     trainer.step += 1
     return {}
 
 
-def publish(world: World, trainer: TrainingEngine, duties: Duties) -> None:
-    """Gives the engines the current policy. Bringing tensors together needs every rank."""
+def publish(world: World, trainer: TrainingEngine, duties: Duties[Portion]) -> None:
+    """Gives the engines the current policy. Collective: gathering tensors needs every rank."""
     again = True
     while again:
-        again = world.bcast(duties.publish(trainer.step, trainer.named_weights()))
+        again = world.bcast(duties.publish(trainer.step, trainer.stream_weights()))
+
+
+class ActorOtherRank(Duties[Portion]):
+    """The duties of ranks other than 0: they help to publish."""
+
+    def __init__(self, ranks: TrainerRanks) -> None:
+        self._ranks = ranks
+
+    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> bool:
+        self._ranks.publish(tensors)
+        return False
+
+
+def serve(
+    world: World,
+    trainer: TrainingEngine,
+    duties: Duties[Portion],
+    wait_for_wanted: Callable[[], Literal["publish", "end"]] | None,
+) -> None:
+    """Gives the last policy to engines that come, until it is evaluated. Collective.
+
+    Args:
+        trainer: holds the last policy.
+        wait_for_wanted: of rank 0's `LastPolicy`, which decides for all; None on the other ranks.
+    """
+    while True:
+        with heartbeat.phase("last evaluation", waits=True):
+            wanted = heard(world, wait_for_wanted() if wait_for_wanted else None)
+        if wanted == "end":
+            return
+        if wanted == "publish":
+            publish(world, trainer, duties)

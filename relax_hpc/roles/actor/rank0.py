@@ -1,9 +1,17 @@
-"""The work of the actor's rank 0 alone: decide batches, serve engines, keep the record."""
+"""Does the work of the actor's rank 0 alone: decide batches, serve engines, keep the record.
+
+A poller reads new commits while rank 0 trains, so that skipped groups are replaced in time. A check
+compares engine and trainer logprobs once per start, before the first update. After the last step
+the trainer stays available until rollout has evaluated the last policy: an engine that restarts
+then, alone or with the whole job, starts with the initial weights.
+"""
 
 import logging
 import math
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -12,35 +20,72 @@ from relax_hpc.bus.plan import PlanPosition, PlanRecord
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.shards.shard import Shard
-from relax_hpc.checkpoints.store import Checkpoints
 from relax_hpc.config.run import RunConfig
-from relax_hpc.engines.training_engine import Gap, Skip
-from relax_hpc.paths import RunPaths
-from relax_hpc.roles.actor import loop
-from relax_hpc.roles.actor.lookout import Lookout
-from relax_hpc.roles.actor.publishing import Publications
-from relax_hpc.roles.dealing.judging import with_skipped
-from relax_hpc.roles.dealing.portions import Batch, Portion
+from relax_hpc.errors import MismatchError, PeerTimeoutError
+from relax_hpc.roles.dealing.portions import Batch, Portion, name_shards, with_skipped
 from relax_hpc.roles.idle import Idle
-from relax_hpc.roles.training import skips
-from relax_hpc.telemetry.events import EventWriter
-from relax_hpc.telemetry.pace import PaceMeter, accounted
-from relax_hpc.telemetry.progress import step_line
-from relax_hpc.telemetry.timers import Timers
-from relax_hpc.weights.publish import Published
-from relax_hpc.weights.verify import Verified
+from relax_hpc.roles.rollout.heldout import ScoreBoard, last_of
+from relax_hpc.roles.training.duties import Duties, StepRecord, note_skipped, nothing
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import EventWriter
+from relax_hpc.runtime.telemetry.timers import Timers
+from relax_hpc.trainer.checkpoints.store import Checkpoints
+from relax_hpc.trainer.training_engine import LogprobGap, SkippedUpdate, TrainingEngine
+from relax_hpc.weights.publish import Published, Publisher
+from relax_hpc.weights.pull_snapshot import SnapshotPublisher
+from relax_hpc.weights.transport import DigestComparison
 
 log = logging.getLogger(__name__)
 
+LOOK_EVERY_S = 0.1
+LAST_LOOK_EVERY_S = 2.0
+"""Interval of polling whether the last policy is evaluated."""
+_RESTS = 10.0
+"""Pause after a poll, in multiples of its duration: with many producers there are fewer polls."""
 
-class Rank0:
-    """The actor's dealings with the bus, the engines and whoever reads the logs: its `Duties`.
+
+Publications = Publisher | SnapshotPublisher
+
+
+class Lookout:
+    """Polls the sequencer until it is closed or a poll fails."""
+
+    def __init__(self, sequencer: Sequencer, *, every_s: float = LOOK_EVERY_S) -> None:
+        self._sequencer, self._every_s = sequencer, every_s
+        self._end = threading.Event()
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="lookout", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Ends polling, and waits for a running poll."""
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        took = 0.0
+        while not self._end.wait(max(self._every_s, _RESTS * took)):
+            begun = time.monotonic()
+            try:
+                self._sequencer.look()
+            except Exception as error:  # noqa: BLE001 - the outermost frame of a thread
+                self._failure = error
+                return
+            took = time.monotonic() - begun
+
+
+class ActorRank0(Duties[Portion]):
+    """Connects the actor with bus, engines and logs: see `loop.run`.
 
     Args:
-        checkpoints: of all who train on the rows of the plan.
+        checkpoints: of all components that train on the plan's rows.
         is_ending: whether the job is about to end.
-        idle: is told whether there is nothing to train on.
-        tell_others: tells the other ranks that it waits; called again and again while it does.
+        idle: told whether there is anything to train on.
+        tell_others: called repeatedly during a wait, to keep the other ranks waiting.
     """
 
     def __init__(
@@ -53,7 +98,7 @@ class Rank0:
         events: EventWriter,
         is_ending: Callable[[], bool] = lambda: False,
         idle: Idle | None = None,
-        tell_others: Callable[[], None] = loop.nothing,
+        tell_others: Callable[[], None] = nothing,
     ) -> None:
         self._tell_others = tell_others
         self._config, self._events, self._is_ending = config, events, is_ending
@@ -62,16 +107,16 @@ class Rank0:
         self._reader, self._batch = reader, Batch(config, reader)
         refills = isinstance(config.algorithm.groups, Refill)
         self._lookout = Lookout(sequencer) if refills else None
-        self._pace = PaceMeter()
+        self._record = StepRecord(events, config.schedule.num_steps)
         self._num_bytes = 0
         self._shards: dict[int, str] = {}
-        """guid -> shard, of the prompt groups of this step."""
+        """guid -> shard, for the prompt groups of this step."""
 
-    def next_portion(self, step: int, timers: Timers) -> Portion | None:
+    def next_task(self, step: int, timers: Timers) -> Portion | None:
         """Deals out the next part of the batch of `step`, once there is enough to start on.
 
-        None if meanwhile engines came that have to be given the current weights first, or the job
-        is about to end.
+        None if engines came meanwhile and need the current weights first, or the job is about to
+        end.
         """
         if self._lookout:
             self._lookout.check()
@@ -92,10 +137,10 @@ class Rank0:
             return self._batch.deal(record)
 
     def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> bool:
-        """Gives engines the weights; compares them if it is time to.
+        """Gives engines the weights; compares digests if a check is due.
 
         Returns:
-            Whether some are left that have to be given them.
+            Whether engines are left that need the weights.
         """
         self.sequencer.check_fenced()
         published = self._publisher.publish(
@@ -112,23 +157,16 @@ class Rank0:
         return again
 
     def end_step(self, step: int, fields: dict[str, Any], timers: Timers) -> None:
-        """Logs the step, and what its batch was like."""
-        fields = {**self._batch.describe(step), **fields, **timers.seconds}
+        fields = {**self._batch.describe(step), **fields}
         if self._lookout:
-            fields |= with_skipped(fields, self.sequencer.skipped_for(step), self._config)
-        num_steps = self._config.schedule.num_steps
-        fields |= accounted(seconds := timers.elapsed, fields)
-        fields["tokens_per_s"] = fields["num_tokens"] / seconds
-        eta_s = self._pace.end_step(seconds, num_steps - step)
-        self._events.emit("step", step=step, eta_s=eta_s, **fields)
-        self._events.emit("phases", step=step, phases=timers.phases)
-        log.info("%s", step_line({"step": step, **fields}, num_steps, eta_s))
+            fields |= with_skipped(fields, self.sequencer.find_skipped(step), self._config)
+        self._record.end_step(step, fields, timers)
 
-    def compared(self, step: int, gap: Gap, limit: float) -> None:
-        """Notes how far the engines' logprobs are from the trainer's.
+    def note_gap(self, step: int, gap: LogprobGap, limit: float) -> None:
+        """Logs the gap between the engines' logprobs and the trainer's.
 
         Args:
-            step: that has been trained last.
+            step: trained last.
         """
         self._events.emit(
             "engine_gap", step=step + 1, policy_version=step, num_tokens=gap.num_tokens,
@@ -141,19 +179,17 @@ class Rank0:
         )  # fmt: skip
 
     def place_of(self, guid: int) -> tuple[str, str]:
-        """Shard of a prompt group of this step, and the engine that its writer names."""
+        """Returns the shard of a prompt group of this step, and the engine that its writer
+        names."""
         name = self._shards[guid]
         with Shard(self._config.run_dir / name) as shard:
             return name, str(shard.attributes["engine"])
 
-    def skipped(self, step: int, skip: Skip) -> None:
-        """Says which samples kept the update from being done, and where they are."""
-        self._events.emit("skipped", step=step, **skips.fields_of(skip, self._shards))
-        log.warning("step %d: update skipped: %s", step, skips.line_of(skip, self._shards))
+    def note_skipped(self, step: int, skip: SkippedUpdate) -> None:
+        note_skipped(self._events, step, skip, self._shards)
 
     @property
     def position(self) -> PlanPosition:
-        """The end of the step that was trained last."""
         return self.sequencer.position
 
     def check_fenced(self) -> None:
@@ -161,9 +197,9 @@ class Rank0:
         self.sequencer.check_fenced()
 
     def release(self) -> None:
-        """Lets owners delete what not even the oldest checkpoint that is kept can need.
+        """Lets owners delete shards that not even the oldest kept checkpoint can need.
 
-        The critic learns from the same rows: what it has no checkpoint behind stays, too.
+        The critic learns from the same rows, so its checkpoints count as well.
         """
         steps = [found[0].step if (found := c.complete()) else 0 for c in self._checkpoints]
         self.sequencer.release(min(steps))
@@ -181,10 +217,7 @@ class Rank0:
     def _note_shards(self, record: PlanRecord) -> None:
         if record.portion == 0:
             self._shards, self._batch = {}, Batch(self._config, self._reader)
-        bus = RunPaths(self._config.run_dir).bus
-        for guid, part in zip(record.guids, record.parts, strict=True):
-            shard = bus.shard(part.producer, part.fence, part.seq)
-            self._shards[guid] = str(shard.relative_to(self._config.run_dir))
+        self._shards |= name_shards(self._config.run_dir, record.guids, record.parts)
 
     def _is_checked(self, version: int) -> bool:
         every = self._config.weights.checksum_every
@@ -205,22 +238,11 @@ class Rank0:
         self._note_verified(published.version, published.verified)
 
     def _note_loads(self) -> None:
-        for loaded in self._publisher.ended_loads():
-            times = {f"sync/{name}": spent for name, spent in loaded.seconds.items()}
-            if times:
-                times["sync/paused"] = sum(loaded.seconds.values())
-                times["sync/gb_per_s"] = self._num_bytes / 1e9 / times["sync/load"]
-            members, fenced = [loaded.member.id], list[str]()
-            if loaded.reason:
-                members, fenced = fenced, members
-            self._events.emit(
-                "loaded", step=loaded.version, version=loaded.version, members=members,
-                fenced=fenced, num_bytes=self._num_bytes, error=loaded.reason,
-                phases=loaded.phases, **times,
-            )  # fmt: skip
+        for loaded in self._publisher.take_ended_loads():
+            loaded.emit(self._events, self._num_bytes)
             self._note_verified(loaded.version, loaded.verified)
 
-    def _note_verified(self, version: int, verified: Verified | None) -> None:
+    def _note_verified(self, version: int, verified: DigestComparison | None) -> None:
         if verified is None:
             return
         self._events.emit("verify", version=version, **verified._asdict())
@@ -236,4 +258,112 @@ class Rank0:
 
 
 class _Interrupted(Exception):  # noqa: N818
-    """Something else has to be done first, by all ranks."""
+    """All ranks have to do something else first."""
+
+
+class LogprobCheck:
+    """Called by every rank before each update, until a batch could be compared.
+
+    Only policy 0 can fail the run. With a later policy, engines may still hold keys and values of
+    prompts from older policies, so after a resume a mismatch is only a warning.
+
+    Args:
+        rank0: keeps the record and knows the places of rows; None on other ranks.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: TrainingEngine,
+        rank0: ActorRank0 | None = None,
+    ) -> None:
+        self._config, self._trainer, self._rank0 = config, trainer, rank0
+        self._is_done = False
+
+    def __call__(self) -> None:
+        """Raises:
+        MismatchError: the engines' logprobs and the trainer's differ by more than rounding."""
+        if self._is_done:
+            return
+        gap = self._trainer.engine_gap()
+        # Of numbers that are not finite the update is skipped, with the samples named.
+        if gap is None or not math.isfinite(gap.mean):
+            return
+        self._is_done = True
+        limit = self._config.max_logprob_gap
+        if self._rank0:
+            self._rank0.note_gap(self._trainer.step, gap, limit)
+        if gap.mean <= limit:
+            return
+        if self._trainer.step == 0:
+            raise MismatchError(self._line(gap, limit))
+        if self._rank0:
+            log.warning("%s", self._line(gap, limit))
+
+    def _line(self, gap: LogprobGap, limit: float) -> str:
+        config, worst = self._config, gap.worst
+        nowhere = ("", config.rollout_pool.kind)
+        shard, engine = self._rank0.place_of(worst.guid) if self._rank0 else nowhere
+        engine_type = config.rollout_pool.args.get("dtype", config.model.dtype)
+        weights = f", weights in {config.weights.quantize}" * (config.weights.quantize != "none")
+        return (
+            f"engines ({engine}, {engine_type}{weights}) and trainer (Megatron-core, "
+            f"{config.model.dtype}) compute different models: the logprobs of {gap.num_tokens} "
+            f"tokens that policy {self._trainer.step} sampled differ by {gap.mean:.3g} nats on "
+            f"average (largest {gap.max:.3g}, k3 {gap.k3:.3g}), and rounding explains "
+            f"{limit:g} (weights.max_logprob_gap); most for token {worst.token} of guid/sibling "
+            f"{worst.guid}/{worst.sibling}{f' in {shard}' * bool(shard)}: {worst.engine:.4f} by "
+            f"the engine, {worst.trainer:.4f} by the trainer. A restart does not help: compare "
+            "model.path, model.weights and engines.rollout.args, or raise the limit"
+        )
+
+
+class LastPolicy:
+    """Polls whether an evaluation of the last policy is outstanding.
+
+    Args:
+        config: of the run; rollout in a job of its own loads the last policy by itself.
+        tell_others: called repeatedly during a wait, to keep the other ranks waiting.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        paths: RunPaths,
+        publisher: Publications,
+        tell_others: Callable[[], None] = nothing,
+    ) -> None:
+        self._publisher, self._patience_s = publisher, config.launch.peer_timeout_s
+        self._tell_others = tell_others
+        size = config.rollout_pool.num_hosts
+        tasks = range(size) if config.launch.layout != "separate" else ()
+        self._owing = {rank: ScoreBoard(paths, rank, size) for rank in tasks}
+        self._last = last_of(config)
+        self._kept, self._since = dict[int, int | None](), time.monotonic()
+
+    def wait_for_wanted(self) -> Literal["publish", "end"]:
+        """Waits for an engine or for the last score.
+
+        Raises:
+            PeerTimeoutError: no prompt was scored for `launch.peer_timeout_s`.
+        """
+        while self._look():
+            if self._publisher.has_newcomers():
+                return "publish"
+            self._tell_others()
+            time.sleep(LAST_LOOK_EVERY_S)
+        return "end"
+
+    def _look(self) -> bool:
+        kept = {rank: board.count_kept_bytes(self._last) for rank, board in self._owing.items()}
+        now = time.monotonic()
+        if kept != self._kept:
+            self._kept, self._since = kept, now
+        self._owing = {rank: b for rank, b in self._owing.items() if kept[rank] is not None}
+        if self._owing and now - self._since > self._patience_s:
+            tasks = ", ".join(f"rollout-{rank}" for rank in self._owing)
+            raise PeerTimeoutError(
+                f"the last policy: {tasks} scored no held-out prompt for {self._patience_s:g} s; "
+                "see their logs"
+            )
+        return bool(self._owing)

@@ -1,15 +1,10 @@
-"""The critic: writes values of what is committed, and learns from what is trained on."""
+"""Declares the critic: it values committed rows, and learns from trained ones."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from relax_hpc.comm.world import World
 from relax_hpc.config.run import RunConfig
-from relax_hpc.models.architecture import Architecture
-from relax_hpc.paths import RunPaths
-from relax_hpc.roles.context import TaskContext
-from relax_hpc.roles.role import Place, Role, Say
-from relax_hpc.roles.training.environment import TRAINER_ENVIRONMENT
-from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.roles.facts import Facts
+from relax_hpc.roles.role import TRAINER_ENVIRONMENT, ModelRank, Place, Role, Say, main_of_rank
 
 
 def _places(config: RunConfig) -> Sequence[Place]:
@@ -19,26 +14,22 @@ def _places(config: RunConfig) -> Sequence[Place]:
     return [Place("critic", ranks, config.critic.resources, "critic")]
 
 
-def _check(config: RunConfig, shape: Architecture, _say: Say) -> None:
-    from relax_hpc.roles.critic import check
+def _check(config: RunConfig, facts: Facts, _say: Say) -> None:
+    from relax_hpc.roles.training import check
 
-    check.check_critic(config, shape)
+    check.check_critic(config, facts)
 
 
-def _main(
-    config: RunConfig, paths: RunPaths, context: TaskContext, world: World | None,
-    events: EventWriter,
-) -> None:  # fmt: skip
+def _main() -> Callable[[ModelRank[RunConfig]], None]:
     from relax_hpc.roles.critic import build
 
-    assert world is not None
-    build.main(config, paths, world, context, events)
+    return build.main
 
 
 CRITIC = Role(
     "critic",
     RunConfig,
-    _main,
+    main_of_rank(_main),
     _places,
     _check,
     is_one_world=True,

@@ -1,6 +1,6 @@
-"""The deal of rows to data-parallel ranks, in micro-batches. Pure arithmetic.
+"""Deals rows to data-parallel ranks in micro-batches. Pure arithmetic.
 
-One process plans and tells the others. The same input gives the same plan anywhere.
+One process plans and sends the plan to the others. The same input gives the same plan anywhere.
 """
 
 from bisect import bisect_left, insort
@@ -8,13 +8,18 @@ from collections.abc import Iterable, Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from relax_hpc.config.model import MegatronConfig
 from relax_hpc.errors import ConfigError
 
+Numbers = npt.NDArray[np.int64]
 MicroBatches = list[list[int]]
 """Row numbers per micro-batch of one rank."""
 
 SHARD_TOLERANCE = 0.02
-"""Imbalance of tokens that is taken so that a shard has fewer readers."""
+"""Imbalance of tokens that is accepted to give a shard fewer readers."""
 
 
 def plan_micro_batches(
@@ -30,16 +35,15 @@ def plan_micro_batches(
 
     Every row is in one micro-batch of one rank. All ranks have the same number of micro-batches,
     because pipeline and expert parallelism step through them together; the surplus is empty lists.
-    Micro-batches come largest first, so those that run together are alike, and what does not fit
-    into memory shows at once.
+    Micro-batches come largest first, so concurrent ones are similar in size, and running out of
+    memory shows at once.
 
     Args:
-        lengths: tokens per row.
-        budget: tokens of a micro-batch, at most.
+        budget: most tokens of a micro-batch.
         count_multiple_of: the number of micro-batches per rank is a multiple of it.
         load: tokens that each rank has from earlier portions of the same batch.
-        shards: number of the shard that each row is in. A rank opens every shard it has rows of,
-            so rows of a shard go to few ranks, as far as the balance allows.
+        shards: number of the shard of each row. A rank opens every shard it has rows of, so rows of
+            a shard go to few ranks, as far as the balance allows.
 
     Returns:
         Per rank, its micro-batches; none at all if there are no rows.
@@ -48,8 +52,8 @@ def plan_micro_batches(
         ConfigError: a row is longer than the budget.
 
     Source: longest first to the least loaded, R. L. Graham, SIAM J. Appl. Math. 17 (1969). On
-    long-tailed lengths with 16 rows per rank it is within 0.6 % of an even split, in a hundredth
-    of the time of the largest differencing method (Karmarkar and Karp, 1982), which verl uses.
+    long-tailed lengths with 16 rows per rank it is within 0.6 % of an even split, in a hundredth of
+    the time of the largest differencing method (Karmarkar and Karp, 1982), which verl uses.
     """
     longest = max(lengths, default=0)
     if longest > budget:
@@ -62,36 +66,61 @@ def plan_micro_batches(
     needed = max(map(len, packed))
     count = -(-needed // count_multiple_of) * count_multiple_of
     return [
-        _even(rows, lengths, budget, count) or _padded(bins, lengths, count)
+        _even(rows, lengths, budget, count) or _pad(bins, lengths, count)
         for rows, bins in zip(ranks, packed, strict=True)
     ]
 
 
+def deal_rows(
+    config: MegatronConfig,
+    lengths: Numbers,
+    rows: Numbers,
+    shards: Numbers | None = None,
+    *,
+    load: Sequence[int] | None = None,
+) -> list[MicroBatches]:
+    """Plans the micro-batches of some rows, which keep their numbers, for the ranks of a layout.
+
+    Args:
+        lengths: [rows of all] tokens.
+        rows: numbers of those dealt out.
+        shards: [rows of all] as in `plan_micro_batches`.
+    """
+    dealt = plan_micro_batches(
+        lengths[rows].tolist(),
+        num_ranks=config.layout.data_parallel,
+        budget=config.tokens_per_micro_batch,
+        count_multiple_of=config.layout.micro_batches_multiple_of,
+        load=load,
+        shards=None if shards is None else shards[rows].tolist(),
+    )
+    return [[rows[batch].tolist() for batch in rank] for rank in dealt]
+
+
 class OwnRows(NamedTuple):
-    """One rank's part of rows that were dealt out."""
+    """One rank's part of the rows dealt out."""
 
     rows: list[int]
     """Numbers among all rows, rising."""
     micro_batches: MicroBatches
-    """Indices into `rows`."""
 
 
 def own_rows(mine: MicroBatches) -> OwnRows:
-    """The micro-batches of a rank, numbered among the rows that it has."""
+    """Returns the micro-batches of a rank, numbered among its own rows."""
     rows = sorted(row for batch in mine for row in batch)
     place = {row: index for index, row in enumerate(rows)}
     return OwnRows(rows, [[place[row] for row in batch] for batch in mine])
 
 
 def imbalance(tokens: Sequence[int]) -> float:
-    """Returns how far the fullest of some ranks is above their mean, as a fraction of it; 0 if all
-    are."""
+    """Returns how far the fullest rank is above the mean, as a fraction of the mean; 0 without
+    tokens."""
     total = sum(tokens)
     return max(tokens) * len(tokens) / total - 1 if total else 0.0
 
 
 def _deal(lengths: Sequence[int], shards: Sequence[int] | None, load: list[int]) -> list[list[int]]:
-    """Rows per rank: shard by shard if that is balanced, else without regard to shards."""
+    """Returns rows per rank: shard by shard if that is balanced, else regardless of shards."""
     free = _deal_shards(lengths, [0] * len(lengths), load)
     if shards is None or len(load) == 1:
         return free
@@ -107,10 +136,10 @@ def _deal(lengths: Sequence[int], shards: Sequence[int] | None, load: list[int])
 
 
 def _deal_shards(lengths: Sequence[int], shards: Sequence[int], load: list[int]) -> list[list[int]]:
-    """Deals the shards in turn, each to as many ranks in a row as it has tokens for.
+    """Deals the shards in turn, each to as many consecutive ranks as it has tokens for.
 
-    Within a shard the longest row goes first, to the rank with the most room for this shard. What
-    a rank gets too much or too little of is made up for by the rank that it shares with the next.
+    Within a shard the longest row goes first, to the rank with the most room for this shard. A
+    rank's surplus or deficit is evened out by the rank that it shares with the next shard.
     """
     level = _water_level(load, sum(lengths))
     room = [level - before for before in load]
@@ -137,7 +166,7 @@ def _deal_shards(lengths: Sequence[int], shards: Sequence[int], load: list[int])
 
 
 def _water_level(load: Sequence[int], tokens: int) -> float:
-    """Up to where `tokens` fill the ranks that are below it."""
+    """Returns the level to which `tokens` fill the ranks below it."""
     level, below = 0.0, 0
     for count, before in enumerate(sorted(load), start=1):
         if count > 1 and level <= before:
@@ -148,7 +177,7 @@ def _water_level(load: Sequence[int], tokens: int) -> float:
 
 
 def _pack(rows: Iterable[int], lengths: Sequence[int], budget: int) -> MicroBatches:
-    """Bins rows, longest first, each into the fullest micro-batch that has room for it."""
+    """Packs rows, longest first, each into the fullest micro-batch with room for it."""
     bins: MicroBatches = []
     room: list[tuple[int, int]] = []  # rising
     for row in _longest_first(rows, lengths):
@@ -167,7 +196,7 @@ def _pack(rows: Iterable[int], lengths: Sequence[int], budget: int) -> MicroBatc
 def _even(
     rows: Iterable[int], lengths: Sequence[int], budget: int, count: int
 ) -> MicroBatches | None:
-    """`count` micro-batches of about the same size, or None if one would exceed the budget."""
+    """Returns `count` micro-batches of about equal size, or None if one would exceed the budget."""
     bins: MicroBatches = [[] for _ in range(count)]
     heap = [(0, target) for target in range(count)]
     for row in _longest_first(rows, lengths):
@@ -176,11 +205,12 @@ def _even(
             return None
         bins[target].append(row)
         heapreplace(heap, (tokens + lengths[row], target))
-    return _padded(bins, lengths, count)
+    return _pad(bins, lengths, count)
 
 
-def _padded(bins: MicroBatches, lengths: Sequence[int], count: int) -> MicroBatches:
-    """Largest first, then as many empty ones as are missing; rows rising within each."""
+def _pad(bins: MicroBatches, lengths: Sequence[int], count: int) -> MicroBatches:
+    """Sorts largest first, then appends empty micro-batches up to `count`; rows rise within
+    each."""
     largest_first = sorted(bins, key=lambda rows: (-sum(lengths[row] for row in rows), rows))
     return [sorted(rows) for rows in largest_first] + [[] for _ in range(count - len(bins))]
 

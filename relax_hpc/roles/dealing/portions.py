@@ -1,24 +1,28 @@
-"""The decisions of rank 0 about a batch as its portions come in, which it tells the other ranks."""
+"""Decides on rank 0 which groups of a portion teach, and which rank trains them."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from relax_hpc.algorithms.aggregation import row_weights
 from relax_hpc.algorithms.algorithm import Algorithm
+from relax_hpc.algorithms.groups import MOST_BATCHES, Refill
 from relax_hpc.algorithms.part import Rows
-from relax_hpc.bus.plan import Part, PlanRecord
+from relax_hpc.bus.plan import PlanRecord, ShardRange, SkippedGroup
 from relax_hpc.bus.reader import BatchIndex, Reader
+from relax_hpc.bus.skips import GroupVerdict, Judge
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.roles.dealing.micro_batches import (
     MicroBatches,
+    deal_rows,
     imbalance,
     own_rows,
-    plan_micro_batches,
 )
+from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.schema import FinishReason
 
 Floats = npt.NDArray[np.floating]
@@ -26,28 +30,39 @@ Lengths = npt.NDArray[np.int64]
 
 
 class Portion(NamedTuple):
-    """Some prompt groups of a batch, and who trains what of them; rows count in its order."""
+    """Some prompt groups of a batch, dealt to ranks; rows count in its order."""
 
     record: PlanRecord
     columns: dict[str, Floats]
-    """[rows] each: what is known of them before they are read, as columns that they will have."""
+    """[rows] each: values known before rows are read, as columns to add to them."""
     micro_batches: list[MicroBatches]
-    """Micro-batches per data-parallel rank."""
     mini_batches: list[int]
-    """Micro-batches of each of a batch's updates, on every rank; empty if it has one."""
+    """Micro-batches in each update of a batch, on every rank; empty if it has one update."""
 
 
-class Share(NamedTuple):
-    """One data-parallel rank's part of a portion."""
-
+class RankPortion(NamedTuple):
     rows: list[int]
-    """Rows of the portion, rising."""
     columns: dict[str, Floats]
     """[len(rows)] each."""
     micro_batches: MicroBatches
-    """Indices into `rows`."""
     mini_batches: list[int]
-    """Micro-batches of each update, see `Portion`."""
+    """Micro-batches in each update, see `Portion`."""
+
+
+class Comparison(NamedTuple):
+    """How the rewards of siblings are compared."""
+
+    algorithm: Algorithm
+    siblings: int
+    longest: int
+    """Most tokens of a response."""
+    masks_errors: bool = False
+    """Whether episodes with a failed reward are excluded."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        siblings, longest = config.rollout.samples_per_prompt, config.rollout.max_new_tokens
+        return cls(config.algorithm, siblings, longest, config.reward.masks_errors)
 
 
 class Standing(NamedTuple):
@@ -56,28 +71,27 @@ class Standing(NamedTuple):
     worth: Floats
     """[P, G] advantages."""
     teaches: npt.NDArray[np.bool_]
-    """[P, G] episodes that are trained on."""
+    """[P, G] episodes to train on."""
     spread: npt.NDArray[np.bool_]
-    """[P] groups whose rewards differ, before a penalty for length, and that train something."""
+    """[P] groups whose rewards differ, before a length penalty, and that have trained episodes."""
     truncated: npt.NDArray[np.bool_]
-    """[P] groups of which nothing is left because responses were cut off."""
+    """[P] groups left without trained episodes because responses were cut off."""
 
 
 class Batch:
-    """A batch on rank 0: deals its portions out, and remembers what it was like."""
+    """A batch on rank 0: deals out its portions, and keeps its statistics."""
 
     def __init__(self, config: RunConfig, reader: Reader) -> None:
         self._config, self._reader = config, reader
-        self._siblings = config.rollout.samples_per_prompt
-        self._masks_errors = config.reward.masks_errors
+        self._comparison = Comparison.of(config)
         self._indices: list[BatchIndex] = []
         self._parts: list[Mapping[str, npt.NDArray[Any]]] = []
-        """Parts of the rewards of each of them."""
+        """Parts of the rewards of each portion."""
         self._load = [0] * config.actor.layout.data_parallel
         self._num_micro_batches = 0
 
     def deal(self, record: PlanRecord) -> Portion:
-        """Decides who trains what of a portion; nobody else reads its row columns.
+        """Deals out a portion; no other rank reads its row columns.
 
         A row that teaches nothing is left out, and does not count in the loss's mean.
 
@@ -86,14 +100,8 @@ class Batch:
             BusError: a shard is missing or damaged.
         """
         index = self._reader.index(record)
-        columns, teaching = values_of(
-            index,
-            self._config.algorithm,
-            self._siblings,
-            longest=self._config.rollout.max_new_tokens,
-            masks_errors=self._masks_errors,
-        )
-        groups = (np.cumsum(index.segment == 0) - 1) // self._siblings
+        columns, teaching = values_of(index, self._comparison)
+        groups = (np.cumsum(index.segment == 0) - 1) // self._comparison.siblings
         lengths, shards = lengths_of(index), shards_of(record.parts)
         parts = split_groups(groups[teaching], self._config.algorithm.mini_batches)
         dealt = [self._deal(lengths, shards, teaching[part]) for part in parts]
@@ -109,31 +117,24 @@ class Batch:
     def _deal(
         self, lengths: Lengths, shards: Lengths, rows: npt.NDArray[np.int64]
     ) -> list[MicroBatches]:
-        """Deals out `rows`, which one update needs; those of earlier portions count with them."""
+        """Deals out `rows` for one update, balanced together with earlier portions."""
         is_part = self._config.algorithm.mini_batches > 1  # every update waits for its slowest rank
-        dealt = plan_micro_batches(
-            lengths[rows].tolist(),
-            num_ranks=self._config.actor.layout.data_parallel,
-            budget=self._config.actor.tokens_per_micro_batch,
-            count_multiple_of=self._config.actor.layout.micro_batches_multiple_of,
-            load=None if is_part else self._load,
-            shards=shards[rows].tolist(),
-        )
+        load = None if is_part else self._load
+        dealt = deal_rows(self._config.actor, lengths, rows, shards, load=load)
         self._num_micro_batches += len(dealt[0])
-        found = [[rows[batch].tolist() for batch in rank] for rank in dealt]
-        for rank, batches in enumerate(found):
+        for rank, batches in enumerate(dealt):
             self._load[rank] += sum(int(lengths[batch].sum()) for batch in batches)
-        return found
+        return dealt
 
     def describe(self, step: int) -> dict[str, float]:
-        """Describes the batch, before anything was done with it; means are over episodes."""
+        """Returns statistics of the batch as sampled; means are over episodes."""
         index = BatchIndex(*map(np.concatenate, zip(*self._indices, strict=True)))
         first = np.flatnonzero(index.segment == 0)
-        rewards = rewards_of(index, self._siblings, masks_errors=self._masks_errors)
+        rewards = rewards_of(index, self._comparison)
         counts = ~np.isnan(rewards)
         # A group without any reward is not solved, and teaches nothing.
         solved = np.fmin.reduce(rewards, axis=1) >= np.float32(self._config.reward.solved_at)
-        standing = self._standing(index)
+        standing = standing_of(index, self._comparison)
         oldest = np.minimum.reduceat(index.policy_version_min.astype(np.int64), first)
         lag = step - 1 - oldest
         mixed = index.policy_version_min != index.policy_version_max
@@ -161,7 +162,8 @@ class Batch:
         }
 
     def _means_of_parts(self, first: Lengths) -> dict[str, float]:
-        """Means over the episodes that have a part; `first` are the first rows of all."""
+        """Returns means over the episodes that have a part; `first` are the first rows of all
+        episodes."""
         sizes = [len(index.guid) for index in self._indices]
         means = {}
         for name in dict.fromkeys(name for parts in self._parts for name in parts):
@@ -175,29 +177,20 @@ class Batch:
                 means[f"parts/{name}"] = float(np.nanmean(values))
         return means
 
-    def _standing(self, index: BatchIndex) -> Standing:
-        return standing_of(
-            index,
-            self._config.algorithm,
-            self._siblings,
-            longest=self._config.rollout.max_new_tokens,
-            masks_errors=self._masks_errors,
-        )
 
-
-def share_of(portion: Portion, dp_rank: int) -> Share:
+def share_of(portion: Portion, dp_rank: int) -> RankPortion:
     """Returns the part of data-parallel rank `dp_rank`, numbered among the rows that it reads."""
     rows, micro_batches = own_rows(portion.micro_batches[dp_rank])
     columns = {name: values[rows] for name, values in portion.columns.items()}
-    return Share(rows, columns, micro_batches, portion.mini_batches)
+    return RankPortion(rows, columns, micro_batches, portion.mini_batches)
 
 
 def split_groups(groups: npt.NDArray[np.int64], count: int) -> list[npt.NDArray[np.int64]]:
-    """Splits rows into mini-batches of whole prompt groups, in order, as equal as can be.
+    """Splits rows into mini-batches of whole prompt groups, in order, as equal as possible.
 
     Args:
         groups: [rows] prompt group of each, rising.
-        count: mini-batches; there are fewer if there are fewer groups, and one if there is no row.
+        count: mini-batches; fewer if there are fewer groups, one if there is no row.
 
     Returns:
         Row numbers of each.
@@ -209,32 +202,24 @@ def split_groups(groups: npt.NDArray[np.int64], count: int) -> list[npt.NDArray[
 
 
 def values_of(
-    index: BatchIndex,
-    algorithm: Algorithm,
-    siblings: int,
-    *,
-    longest: int,
-    masks_errors: bool = False,
+    index: BatchIndex, comparison: Comparison
 ) -> tuple[dict[str, Floats], npt.NDArray[np.int64]]:
-    """Asks the algorithm about the rows of a portion, before any is read.
+    """Returns the algorithm's values for the rows of a portion, before any is read.
 
     Every row of an episode has the advantage of the episode.
 
     Args:
         index: whole and contiguous groups.
-        algorithm: of the run.
-        siblings: of a group.
-        longest: tokens that a response may have.
-        masks_errors: episodes whose reward failed are compared with nobody, and teach nothing.
 
     Returns:
         `advantages`, and unless tokens count the same `weights` and `counts`, [rows] in plan order;
-        and the numbers of those that teach, rising.
+        and the numbers of the rows that teach, rising.
 
     Raises:
-        ConfigError: the algorithm cannot tell an advantage where a sibling has no reward.
+        ConfigError: the algorithm needs a reward of every sibling.
     """
-    standing = standing_of(index, algorithm, siblings, longest=longest, masks_errors=masks_errors)
+    algorithm, siblings, longest, _ = comparison
+    standing = standing_of(index, comparison)
     episode = np.cumsum(index.segment == 0) - 1
     lengths = index.response_len.astype(np.int64)
     teaching = np.flatnonzero(standing.teaches.reshape(-1)[episode])
@@ -248,26 +233,19 @@ def values_of(
     return columns, teaching
 
 
-def standing_of(
-    index: BatchIndex,
-    algorithm: Algorithm,
-    siblings: int,
-    *,
-    longest: int,
-    masks_errors: bool = False,
-) -> Standing:
+def standing_of(index: BatchIndex, comparison: Comparison) -> Standing:
     """Compares siblings; see `values_of`."""
-    rewards = rewards_of(index, siblings, masks_errors=masks_errors)
+    algorithm, rewards = comparison.algorithm, rewards_of(index, comparison)
     counts = ~np.isnan(rewards)
     episode = np.cumsum(index.segment == 0) - 1
     lengths = np.bincount(episode, index.response_len).astype(np.int64).reshape(rewards.shape)
     cut = np.bincount(episode, index.finish == FinishReason.LENGTH).reshape(rewards.shape) > 0
-    compared = algorithm.groups.compared(rewards, lengths, longest).astype(np.float32)
+    compared = algorithm.groups.compare(rewards, lengths, comparison.longest).astype(np.float32)
     found = algorithm.advantage.of_groups(Rows(compared, lengths * counts))
     worth = np.where(counts, found, 0)
     if not counts.all() and not np.isfinite(worth).all():
         raise _unequal_to_errors(algorithm)
-    trained = counts & algorithm.groups.trained(cut)
+    trained = counts & algorithm.groups.select_trained(cut)
     spread = np.not_equal(worth, 0).any(axis=1, keepdims=True)
     teaches = trained & (algorithm.teaches_without_advantage | spread)
     differ = np.fmin.reduce(rewards, axis=1) < np.fmax.reduce(rewards, axis=1)
@@ -276,20 +254,20 @@ def standing_of(
     return Standing(worth, teaches, np.logical_and(differ, is_left), truncated)
 
 
-def rewards_of(index: BatchIndex, siblings: int, *, masks_errors: bool) -> npt.NDArray[np.float32]:
-    """[P, G] of episodes; with `masks_errors`, NaN where it failed."""
+def rewards_of(index: BatchIndex, comparison: Comparison) -> npt.NDArray[np.float32]:
+    """Returns [P, G] rewards of episodes; NaN for failed ones, if these are excluded."""
     begins = index.segment == 0
     rewards: npt.NDArray[np.float32] = index.rewards[begins].astype(np.float32)
-    if masks_errors:
+    if comparison.masks_errors:
         rewards[index.reward_error[begins] != 0] = np.nan
-    return rewards.reshape(-1, siblings)
+    return rewards.reshape(-1, comparison.siblings)
 
 
 def check_errors(algorithm: Algorithm) -> None:
-    """Checks that an algorithm can do without the reward of a sibling.
+    """Checks that an algorithm works without the reward of a sibling.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it does not.
     """
     rewards = np.array([[1, 0, np.nan, 1], [np.nan] * 4], np.float32)
     worth = algorithm.advantage.of_groups(Rows(rewards, np.ones((2, 4), np.int64)))
@@ -306,12 +284,73 @@ def _unequal_to_errors(algorithm: Algorithm) -> ConfigError:
 
 
 def lengths_of(index: BatchIndex) -> npt.NDArray[np.int64]:
-    """[rows] tokens, prompt and response."""
+    """Returns [rows] tokens, prompt and response."""
     return index.prompt_len.astype(np.int64) + index.response_len.astype(np.int64)
 
 
-def shards_of(parts: Sequence[Part]) -> npt.NDArray[np.int64]:
-    """[rows] number of the shard that each row is in."""
+def name_shards(run_dir: Path, guids: Iterable[int], parts: Iterable[ShardRange]) -> dict[int, str]:
+    """Returns guid -> shard, below the run directory, for the first rows of each part."""
+    bus = RunPaths(run_dir).bus
+    return {
+        guid: str(bus.shard(part.producer, part.fence, part.seq).relative_to(run_dir))
+        for guid, part in zip(guids, parts, strict=True)
+    }
+
+
+def shards_of(parts: Sequence[ShardRange]) -> npt.NDArray[np.int64]:
     numbers: dict[str, int] = {}
     of_part = [numbers.setdefault(part.uuid, len(numbers)) for part in parts]
     return np.repeat(of_part, [part.hi - part.lo for part in parts]).astype(np.int64)
+
+
+def judge_of(config: RunConfig) -> Judge | None:
+    """Returns the rule by which groups are skipped; None if none are."""
+    groups = config.algorithm.groups
+    if not isinstance(groups, Refill):
+        return None
+    comparison = Comparison.of(config)
+
+    def judge(index: BatchIndex) -> Sequence[GroupVerdict]:
+        standing, rewards = standing_of(index, comparison), rewards_of(index, comparison)
+        retired = (index.finish[index.segment == 0] == FinishReason.RETIRED).reshape(
+            -1, comparison.siblings
+        )
+        never_asked = retired.all(axis=1)
+        rewards[never_asked] = np.nan
+        teaching = ~never_asked & standing.spread & standing.teaches.any(axis=1)
+        solved = np.fmin.reduce(rewards, axis=1) >= np.float32(config.reward.solved_at)
+        solved |= never_asked
+        means = [_mean(row[~np.isnan(row)].tolist()) for row in rewards]
+        columns = [each.tolist() for each in (teaching, solved, standing.truncated, never_asked)]
+        return [
+            GroupVerdict(teaches, is_solved, mean, truncated, is_retired)
+            for mean, (teaches, is_solved, truncated, is_retired) in zip(
+                means, zip(*columns, strict=True), strict=True
+            )
+        ]
+
+    return judge
+
+
+def most_skipped(config: RunConfig) -> int:
+    schedule = config.schedule
+    return MOST_BATCHES * schedule.prompts_per_step * (schedule.max_staleness + 1)
+
+
+def with_skipped(
+    described: Mapping[str, float], skipped: Sequence[SkippedGroup], config: RunConfig
+) -> dict[str, float]:
+    rewards = [group.reward for group in skipped if group.reward is not None]
+    if "reward/mean" in described:  # else all rewards of the batch have failed
+        rewards += [described["reward/mean"]] * config.schedule.prompts_per_step
+    sampled = _mean(rewards)
+    return {
+        **({} if sampled is None else {"reward/sampled": sampled}),
+        "groups/skipped": len(skipped),
+        "groups/skipped_solved": sum(group.solved for group in skipped),
+        "groups/skipped_retired": sum(group.retired for group in skipped),
+    }
+
+
+def _mean(rewards: Sequence[float]) -> float | None:
+    return sum(rewards) / len(rewards) if rewards else None

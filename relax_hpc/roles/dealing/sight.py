@@ -1,4 +1,4 @@
-"""The media of rows that a rank computes: read from their shards when a tower asks for them."""
+"""Reads and decodes the media of a rank's rows when an encoder needs them."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -11,60 +11,52 @@ import numpy.typing as npt
 from relax_hpc.bus.reader import Reader, Selection
 from relax_hpc.bus.shards import media
 from relax_hpc.config.run import RunConfig
-from relax_hpc.engines.training_engine import ScoringEngine
-from relax_hpc.media.recipe import Recipe, read_recipe
-from relax_hpc.media.stored import Stored
+from relax_hpc.data.media.recipe import Recipe, read_recipe
+from relax_hpc.data.media.stored import StoredMedium
 from relax_hpc.schema import Row, key_of_medium
+from relax_hpc.trainer.training_engine import ScoringEngine
 
 MOST_KEPT_BYTES = 1 << 30
-"""Arrays of a step that are kept for its further passes, e.g. under the reference's weights."""
+"""Arrays of a step kept for further passes, e.g. under the reference's weights."""
 _MOST_THREADS = 16
 Pixels = npt.NDArray[np.uint8]
 
 
-class _Place(NamedTuple):
-    """The row, and its medium, that has the bytes."""
+class _MediumPlace(NamedTuple):
+    """The row and the medium that hold the bytes."""
 
     record: Selection
     row: int
     medium: int
 
 
-class Sight:
-    """Knows where the media of the rows of a step lie, and decodes them.
+class StepMedia:
+    """Knows the places of a step's media, and decodes them.
 
-    A medium that several rows show is one, by its digest: it is read and decoded once, by the rank
-    that asks for it, and again only where it had no room.
+    A medium of several rows is identified by its digest: the rank that needs it reads and decodes
+    it once, and again only if it did not fit in the cache.
     """
 
     def __init__(self, reader: Reader, recipe: Recipe | None) -> None:
-        """Reads with `reader`, of this rank.
-
-        Args:
-            reader: of the shards that rows are of.
-            recipe: of the run; None for a model of text.
-        """
+        """`reader` reads the rows' shards; `recipe` is None for a text model."""
         self._reader, self._recipe = reader, recipe
         self._step = -1
-        self._places: dict[bytes, _Place] = {}
+        self._places: dict[bytes, _MediumPlace] = {}
         self._kept: dict[bytes, Pixels] = {}
 
     @property
     def columns(self) -> Sequence[str]:
-        """Columns that rows have to be read with."""
         return media.FACTS if self._recipe else ()
 
     def serve(self, engine: ScoringEngine) -> None:
-        """Gives an engine the pixels of all rows that it will be given; does nothing for text."""
+        """Gives an engine the pixels of all its future rows; does nothing for text."""
         if self._recipe:
             engine.see_by(self.pixels)
 
     def note(self, record: Selection, numbers: Sequence[int], rows: Sequence[Row]) -> None:
-        """Remembers where the media of rows are, and forgets those of another step.
+        """Notes the places of the rows' media, and forgets those of another step.
 
         Args:
-            record: what the rows are of.
-            numbers: of `rows`, in its order.
             rows: read with `columns`.
         """
         if record.step != self._step:
@@ -73,20 +65,20 @@ class Sight:
             self._kept.clear()
         for number, row in zip(numbers, rows, strict=True):
             for medium in range(len(row.media)):
-                place = _Place(record, number, medium)
+                place = _MediumPlace(record, number, medium)
                 self._places.setdefault(key_of_medium(row, medium), place)
 
     def pixels(self, wanted: Sequence[tuple[Row, int]]) -> Iterator[Pixels]:
         """Yields the canonical pixels [frames, height, width, 3] of media of rows.
 
-        All are decoded at once, in threads, while the first are made use of.
+        Decodes all at once, in threads, while the first are in use.
 
         Args:
-            wanted: (row that was noted, place of the medium in it).
+            wanted: (noted row, index of the medium in it).
 
         Raises:
-            DamagedError: a medium is missing, damaged, or decoded to another array than the policy
-                was shown.
+            DamagedError: a medium is missing, damaged, or decoded to another array than the
+                policy's.
         """
         keys = [key_of_medium(row, medium) for row, medium in wanted]
         missing = [key for key in dict.fromkeys(keys) if key not in self._kept]
@@ -101,18 +93,18 @@ class Sight:
                     self._keep(key, found[key])
                 yield found[key]
 
-    def _read(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
+    def _read(self, keys: Sequence[bytes]) -> dict[bytes, StoredMedium]:
         by_record: dict[int, list[bytes]] = {}
         for key in keys:
             by_record.setdefault(id(self._places[key].record), []).append(key)
-        stored: dict[bytes, Stored] = {}
+        stored: dict[bytes, StoredMedium] = {}
         for several in by_record.values():
             places = [self._places[key] for key in several]
             read = self._reader.media(places[0].record, [(row, at) for _, row, at in places])
             stored.update(zip(several, read, strict=True))
         return stored
 
-    def _decode(self, medium: Stored) -> Pixels:
+    def _decode(self, medium: StoredMedium) -> Pixels:
         assert self._recipe is not None, "a model of text has no tower"
         # Those of decoders cannot be written, which torch does not like.
         array: Any = medium.canonical(self._recipe).array
@@ -124,6 +116,6 @@ class Sight:
             self._kept[key] = array
 
 
-def sight_of(config: RunConfig, reader: Reader) -> Sight:
-    """The sight of a run's policy, and of all models that see what it sees."""
-    return Sight(reader, read_recipe(config.model.path, config.prompts.media))
+def sight_of(config: RunConfig, reader: Reader) -> StepMedia:
+    """Returns the media reader of a run's policy, and of all models with the same inputs."""
+    return StepMedia(reader, read_recipe(config.model.path, config.prompts.media))

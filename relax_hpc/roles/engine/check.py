@@ -1,29 +1,33 @@
-"""Checks of engines before anything is queued."""
+"""Checks engines and `weights.quantize` before a job is queued."""
+
+import re
 
 from relax_hpc.config.engines import ROLLOUT, EnginePool, follows_policy
+from relax_hpc.config.rollout import FP8_BLOCK, WeightsConfig
 from relax_hpc.config.run import RunConfig
-from relax_hpc.engines.embedded import launch as embedded
-from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.errors import ConfigError
-from relax_hpc.models import registry
-from relax_hpc.models.architecture import Architecture
-from relax_hpc.models.fields import CAUSAL
-from relax_hpc.roles.training.check import check_weights, of_key
+from relax_hpc.inference.embedded import launch as embedded
+from relax_hpc.inference.sglang import launch as sglang
+from relax_hpc.inference.sglang.launch import size_of
+from relax_hpc.roles.facts import Facts
+from relax_hpc.roles.training.check import of_key
+from relax_hpc.trainer.models import registry
+from relax_hpc.trainer.models.architecture import Architecture
 
 
-def check_pools(config: RunConfig) -> None:
-    """Every pool that does not follow the policy has a model, which its engines compute.
+def check_pools(config: RunConfig, facts: Facts) -> None:
+    """Checks that every pool with fixed weights has a model that its engines support.
 
     Raises:
-        ConfigError: naming the first reason why not.
+        ConfigError: the first problem.
     """
     for name, pool in config.engines.items():
         if follows_policy(name):
             continue  # with the rest of rollout
         path = pool.model or config.model.path
         try:
-            shape = registry.read_architecture(path)
-            check_weights(path, shape)
+            shape = facts.architecture(path)
+            facts.check_weights(path)
         except ConfigError as error:
             raise of_key(f"engines.{name}.model", error) from None
         check_engine(pool, shape, name=name)
@@ -32,16 +36,13 @@ def check_pools(config: RunConfig) -> None:
 def check_engine(
     pool: EnginePool, shape: Architecture, *, name: str = ROLLOUT, routed_experts: bool = False
 ) -> None:
-    """The engines of a pool compute its model, and their own parser takes its arguments.
+    """Checks that a pool's engines support its model, and their own parser its arguments.
 
     Args:
-        pool: which engines.
-        shape: of its model.
-        name: of the pool.
-        routed_experts: whether they are to say which experts each token went to.
+        routed_experts: whether they have to return each token's experts.
 
     Raises:
-        ConfigError: naming the first reason why not.
+        ConfigError: the first problem.
     """
     key = f"engines.{name}"
     if pool.kind == "embedded" and not embedded.computes(shape):
@@ -54,7 +55,7 @@ def check_engine(
     if pool.kind == "sglang" and not shape.names_class:
         raise ConfigError(
             "config.json of the model: architectures = None: SGLang goes by it; add "
-            f'"architectures": ["{CAUSAL[shape.model_type]}"]'
+            f'"architectures": ["{registry.FAMILIES[shape.model_type].causal}"]'
         )
     if routed_experts and shape.experts is None:
         raise ConfigError(
@@ -86,3 +87,82 @@ def _check_size(key: str, pool: EnginePool, shape: Architecture) -> None:
             f"{key}.resources.gpus_per_node = {resources.gpus_per_node}: the engines of a node "
             f"take {wanted}; lower {key}.count or tp_size, or raise resources.nodes"
         )
+
+
+_DECIDED = ("quantization", "json_model_override_args", "load_format")
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""SGLang fuses these into one matrix."""
+
+
+def check_quantized(config: RunConfig, shape: Architecture) -> None:
+    """Checks that engines support quantised weights.
+
+    Raises:
+        ConfigError: the first problem.
+    """
+    weights, pool = config.weights, config.rollout_pool
+    if weights.quantize == "none":
+        if weights.modules_to_not_convert:
+            raise ConfigError(
+                f"weights.modules_to_not_convert = {weights.modules_to_not_convert}: nothing is "
+                "converted; set weights.quantize, or remove it"
+            )
+        return
+    if pool.kind != "sglang":
+        raise ConfigError(
+            f"weights.quantize = {weights.quantize!r}: the {pool.kind} engine takes plain "
+            "weights only; use engines.rollout.kind = 'sglang', or 'none'"
+        )
+    if config.model.dtype == "float32":
+        raise ConfigError(
+            f"weights.quantize = {weights.quantize!r}: such engines compute in 16 bits; set "
+            "model.dtype to 'bfloat16'"
+        )
+    for key in _DECIDED:
+        if key in pool.args:
+            raise ConfigError(
+                f"engines.rollout.args.{key}: is set by the run with weights.quantize = "
+                f"{weights.quantize!r}; leave it out"
+            )
+    _check_kept(weights)
+    _check_shapes(config, shape)
+
+
+def _check_kept(weights: WeightsConfig) -> None:
+    kept = weights.modules_to_not_convert
+    for name in kept:
+        if re.search(r"experts\.\d", name):
+            raise ConfigError(
+                f"weights.modules_to_not_convert has {name!r}: the experts of a layer are "
+                "converted together; name all of them, like 'model.layers.0.mlp.experts'"
+            )
+        prefix, last = name[: name.rfind(".") + 1], name.split(".")[-1]
+        for fused in _FUSED:
+            missing = [prefix + other for other in fused if prefix + other not in kept]
+            if last in fused and missing:
+                raise ConfigError(
+                    f"weights.modules_to_not_convert has {name!r}: engines have it in one matrix "
+                    f"with {', '.join(missing)}; name them, too"
+                )
+
+
+def _check_shapes(config: RunConfig, shape: Architecture) -> None:
+    """Checks that each rank of an engine has whole blocks of every sharded weight."""
+    args = config.rollout_pool.args
+    size = size_of(args)
+    attention = size.tensor // size.data if size.attention_data else size.tensor
+    keys = max(1, shape.num_kv_heads // attention) * shape.head_dim
+    queries, experts = shape.num_heads // attention * shape.head_dim, shape.experts
+    parts = {"q_proj": queries, "k_proj": keys}
+    if experts:
+        shared_by = size.tensor // max(1, int(str(args.get("ep_size", 1))))
+        parts["an expert's gate_proj"] = experts.ffn_hidden_size // max(1, shared_by)
+    if experts is None or len(experts.layers) < shape.num_layers:
+        parts["gate_proj"] = shape.ffn_hidden_size // size.tensor
+    for what, rows in parts.items():
+        if rows % FP8_BLOCK:
+            raise ConfigError(
+                f"weights.quantize = 'fp8': a rank of an engine with tp_size = {size.tensor} has "
+                f"{rows} rows of {what}, which is no multiple of {FP8_BLOCK}; "
+                "lower tp_size, or use 'none'"
+            )

@@ -1,21 +1,21 @@
-"""Engines that sample for others: of pools of their own, and those that were added to rollout's.
+"""Declares engines that sample for other tasks: of pools of their own, and added to rollout's.
 
-The engines that rollout starts with are kept by its own tasks.
+Rollout's initial engines are kept by rollout tasks.
 """
 
 from collections.abc import Sequence
 
-from relax_hpc.comm.world import World
 from relax_hpc.config.engines import ROLLOUT
 from relax_hpc.config.run import RunConfig
-from relax_hpc.models.architecture import Architecture
-from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.facts import Facts
 from relax_hpc.roles.role import Place, Role, Say
-from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.runtime.comm.world import World
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import EventWriter
 
 JOINS = "extra"
-"""Component of engines that are added to a running job."""
+"""Component of engines added to a running job."""
 
 
 def _places(config: RunConfig) -> Sequence[Place]:
@@ -26,19 +26,19 @@ def _places(config: RunConfig) -> Sequence[Place]:
     ]
 
 
-def _check(config: RunConfig, _shape: Architecture, _say: Say) -> None:
+def _check(config: RunConfig, facts: Facts, _say: Say) -> None:
     from relax_hpc.roles.engine import check
 
-    check.check_pools(config)
+    check.check_pools(config, facts)
 
 
 def _main(
     config: RunConfig, paths: RunPaths, context: TaskContext, _world: World | None,
     events: EventWriter,
 ) -> None:  # fmt: skip
-    from relax_hpc.roles.engine import added, loop
+    from relax_hpc.roles.engine import loop
 
-    main = added.main if context.component == JOINS else loop.main
+    main = loop.main_of_added if context.component == JOINS else loop.main
     main(config, paths, context, events)
 
 

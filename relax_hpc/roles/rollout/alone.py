@@ -1,4 +1,4 @@
-"""Evaluation of a model without a trainer: the rollout task's own parts, in this one process."""
+"""Evaluates a model without a trainer, in one process with the rollout task's parts."""
 
 import asyncio
 import logging
@@ -8,58 +8,52 @@ from itertools import accumulate
 
 from relax_hpc.config.engines import ROLLOUT
 from relax_hpc.config.run import RunConfig
-from relax_hpc.environments import registry as environments
-from relax_hpc.models.registry import read_architecture
-from relax_hpc.paths import RunPaths
-from relax_hpc.prompts import tokenizer as tokenizers
-from relax_hpc.prompts.source import Prompt
+from relax_hpc.data.rows import TaskShare
+from relax_hpc.data.source import Prompt
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.engine.check import check_engine, check_pools
-from relax_hpc.roles.engine.host import EngineHost
-from relax_hpc.roles.engine.hosting import Hosting, hosting_of, slots_of
-from relax_hpc.roles.engine.hosts import kept, while_kept
+from relax_hpc.roles.engine.host import (
+    EngineHost,
+    Hosting,
+    hold_engines,
+    hosting_of,
+    slots_of,
+    while_kept,
+)
+from relax_hpc.roles.facts import Facts
 from relax_hpc.roles.role import Say
-from relax_hpc.roles.rollout import prompt_check, row_check
-from relax_hpc.roles.rollout.build import evaluator_of, provenance, sampling
-from relax_hpc.roles.rollout.check import try_reward
+from relax_hpc.roles.rollout.check import read_prompts
 from relax_hpc.roles.rollout.episodes import Episode, rows_of
-from relax_hpc.roles.rollout.folders import Folders
+from relax_hpc.roles.rollout.folders import Folders, provenance
+from relax_hpc.roles.rollout.heldout import Evaluator
 from relax_hpc.roles.rollout.loop import publish
-from relax_hpc.roles.rollout.prompt_check import Files, Sources
-from relax_hpc.roles.training.check import check_weights
+from relax_hpc.roles.rollout.prompt_check import Sources
+from relax_hpc.roles.rollout.row_gate import RowGate
+from relax_hpc.roles.rollout.sampling import open_sampling
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import EventWriter
 from relax_hpc.schema import PromptGroup
-from relax_hpc.telemetry.events import EventWriter
 
 log = logging.getLogger(__name__)
 
-ALONE = row_check.Share(0, 1)
-"""The one task has all prompts."""
+ALONE = TaskShare(0, 1)
+"""The only task has all prompts."""
 
 
 def read(config: RunConfig, say: Say) -> Sources:
-    """Reads the sets, and refuses what cannot be sampled or scored.
+    """Reads the sets, and rejects those that cannot be sampled or scored.
 
     Args:
-        config: of the evaluation.
-        say: is told what is left out, or not looked at yet.
+        say: told which rows are left out, or not checked yet.
 
     Raises:
         ConfigError: model, prompts, reward or settings do not fit each other.
     """
-    environments.make(config.rollout)
-    sets = prompt_check.open_heldout(config)
-    prompt_check.read_rows(prompt_check.heldout_by_key(sets))
-    files = Files(next(iter(sets.values())), sets)  # nothing is trained on
-    shape = read_architecture(config.model.path)
-    check_weights(config.model.path, shape)
-    check_engine(config.rollout_pool, shape)
-    check_pools(config)
-    sources = prompt_check.sources_of(config, files, tokenizers.load(config.model.path))
-    sources = sources._replace(train_key=f"eval.{next(iter(sets))}.path")
-    for remark in prompt_check.check_sample(config, sources):
-        say(remark)
-    try_reward(config, sources.train)
-    return sources
+    facts = Facts(config.model.path)
+    facts.check_weights(config.model.path)
+    check_engine(config.rollout_pool, facts.shape)
+    check_pools(config, facts)
+    return read_prompts(config, say, is_trained=False)[1]
 
 
 def main(
@@ -67,16 +61,16 @@ def main(
 ) -> None:
     """Starts the engines of every pool, scores each set once, and ends the engines.
 
-    What an earlier start in the same run directory has scored is not scored again.
+    Scores of an earlier start in the same run directory are kept.
     """
     hostings = [each for name in config.engines for each in _hostings(config, context, name)]
     origin = provenance(config, context)
-    with kept(EngineHost(each, paths, context, events) for each in hostings) as hosts:
-        row_check.settle(config, paths, sources, ALONE)
+    with hold_engines(EngineHost(each, paths, context, events) for each in hostings) as hosts:
+        RowGate(config, paths, sources, ALONE).settle()
         for host in hosts:
             host.wait_until_healthy()
         own = [each.slot.id for each in hostings if each.spec.pool == ROLLOUT]
-        with Folders.open(paths.bus, 0, 1, origin) as folders:
+        with Folders.open(paths.bus, *ALONE, origin) as folders:
             shards = Shards(config, sources, folders, events)
             asyncio.run(while_kept(hosts, _evaluate(config, paths, own, sources, shards, events)))
             if missing := shards.num_missing():
@@ -101,9 +95,10 @@ async def _evaluate(
     shards: "Shards",
     events: EventWriter,
 ) -> None:
-    async with sampling(config, paths, own, sources, events) as (_, episodes):
-        made = episodes(prompt_check.limits_of(config).sampled, heldout=True)
-        evaluator = await evaluator_of(config, paths, ALONE, sources, made, events, shards.add)
+    async with open_sampling(config, paths, own, sources.train, events) as sampling:
+        evaluator = await Evaluator.of(
+            config, paths, ALONE, sources.heldout, sampling.heldout, events, shards.add
+        )
         try:
             evaluator.consider(0, trained=0)
             await evaluator.finish(None)
@@ -112,7 +107,7 @@ async def _evaluate(
 
 
 class Shards:
-    """Puts what is sampled on the bus as well, where `relax-hpc view` finds it."""
+    """Publishes samples on the bus as well, where `relax-hpc view` finds them."""
 
     def __init__(
         self, config: RunConfig, sources: Sources, folders: Folders, events: EventWriter
@@ -130,7 +125,7 @@ class Shards:
     def add(
         self, name: str, prompt: Prompt, seeds: Sequence[int], episodes: Sequence[Episode]
     ) -> None:
-        """Takes the episodes of a prompt; an earlier start may have had it."""
+        """Takes the episodes of a prompt; an earlier start may have published it."""
         guid = self._first[name] + prompt.index
         if guid in self._folders.committed:
             return
@@ -144,15 +139,14 @@ class Shards:
             self.send()
 
     def num_missing(self) -> int:
-        """Counts prompts that no start has published, once all are scored.
+        """Returns the number of prompts that no start has published, once all are scored.
 
-        A task that is killed keeps their samples, which are not asked for again, and loses what it
-        has gathered for a shard.
+        A killed task loses the groups gathered for a shard. Their samples are kept, so they are not
+        sampled again.
         """
         return sum(self._prompts.values()) - len(self._folders.committed)
 
     def send(self) -> None:
-        """Publishes what there is."""
         if self._ready:
             publish(self._folders, self._ready, self._events, masks_errors=self._masks_errors)
             self._ready = []

@@ -1,47 +1,46 @@
-"""Checks of sampling before anything is queued."""
+"""Checks sampling before a job is queued."""
 
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 
 from relax_hpc.config.engines import ROLLOUT
 from relax_hpc.config.run import RunConfig
-from relax_hpc.engines.sglang import launch as sglang
+from relax_hpc.data import overlap
+from relax_hpc.data import tokenizer as tokenizers
+from relax_hpc.data.source import Prompt, PromptSource
 from relax_hpc.environments import registry as environments
+from relax_hpc.environments.rewards import trial
+from relax_hpc.environments.rewards.contract import Sample
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.architecture import Architecture
-from relax_hpc.prompts import overlap
-from relax_hpc.prompts.source import Prompt, PromptSource
-from relax_hpc.rewards import trial
-from relax_hpc.rewards.contract import Sample
-from relax_hpc.roles.engine import quantized
-from relax_hpc.roles.engine.check import check_engine
+from relax_hpc.inference.sglang import launch as sglang
+from relax_hpc.roles.engine.check import check_engine, check_quantized
 from relax_hpc.roles.role import Say
 from relax_hpc.roles.rollout import prompt_check
+from relax_hpc.trainer.models.architecture import Architecture
 
 MOST_TRIED = 1000
-"""Prompts of a set among which those of a source are looked for."""
+"""Prompts of a set in which sources are searched."""
 MOST_COMPARED = 20_000
-"""Training prompts that are compared with each other and with held-out ones before a job is
-queued."""
+"""Training prompts compared with each other and with held-out ones before a job is queued."""
 
 
 def check(config: RunConfig, shape: Architecture, say: Say) -> RunConfig:
-    """Refuses a rollout that cannot work; what is read for longest comes last.
+    """Rejects a rollout that cannot work; the slowest checks come last.
 
     Returns:
-        The run; whether it records experts is decided.
+        The run, with the recording of experts decided.
     """
     config = with_routed_experts(config, shape)
     check_engine(config.rollout_pool, shape, routed_experts=config.replays_routing)
     check_lease(config)
-    quantized.check(config, shape)
+    check_quantized(config, shape)
     check_evaluations(config)
     check_prompts(config, say)
     return config
 
 
 def with_routed_experts(config: RunConfig, shape: Architecture) -> RunConfig:
-    """Engines of a mixture of experts say where tokens went, unless the job does not want it."""
+    """Turns on the recording of experts for a mixture of experts, unless the job turns it off."""
     if config.rollout.routed_experts is not None:
         return config
     can = shape.experts is not None and config.rollout_pool.kind == "sglang"
@@ -51,7 +50,7 @@ def with_routed_experts(config: RunConfig, shape: Architecture) -> RunConfig:
 
 
 def check_lease(config: RunConfig) -> None:
-    """Engines that share the actor's GPUs cover them: each of their ranks is beside one of its."""
+    """Checks that engines on the actor's GPUs cover them: each engine rank shares one GPU."""
     pool, actor = config.rollout_pool, config.actor
     if pool.placement != "actor":
         return
@@ -74,7 +73,7 @@ def check_lease(config: RunConfig) -> None:
 
 
 def check_evaluations(config: RunConfig) -> None:
-    """Several responses to a held-out prompt differ."""
+    """Checks that several responses to a held-out prompt can differ."""
     if config.rollout.environment != "single_turn":
         return  # what it says may differ
     for name, held in config.eval.items():
@@ -86,24 +85,38 @@ def check_evaluations(config: RunConfig) -> None:
 
 
 def check_prompts(config: RunConfig, say: Say) -> None:
-    """Both files are prompts, and what is made of them fits the trainer and the model."""
-    environments.make(config.rollout)
-    files = prompt_check.read(config)  # most mistakes are there: find them before a slow import
-    from relax_hpc.prompts.tokenizer import load
+    """Checks that all files hold prompts that fit the trainer and the model."""
+    files, sources = read_prompts(config, say)
+    found = prompt_check.overlap_of(config, files, MOST_COMPARED)
+    for remark in [
+        *few_rows(config, sources),
+        *find_unscored(config, files),
+        *overlap.lines(found, num_examples=1),
+    ]:
+        say(remark)
 
-    sources = prompt_check.sources_of(config, files, load(config.model.path))
-    for remark in [*prompt_check.check_sample(config, sources), *few_rows(config, sources)]:
+
+def read_prompts(
+    config: RunConfig, say: Say, *, is_trained: bool = True
+) -> tuple[prompt_check.Files, prompt_check.Sources]:
+    """Reads all data, and rejects prompts that cannot be sampled or scored.
+
+    Args:
+        say: told which rows are left out, or not checked yet.
+        is_trained: as in `prompt_check.open_files`.
+    """
+    environments.make(config.rollout)
+    # Most mistakes are there: find them before the slow import of a tokenizer.
+    files = prompt_check.read(config, is_trained=is_trained)
+    sources = prompt_check.sources_of(config, files, tokenizers.load(config.model.path))
+    for remark in prompt_check.check_sample(config, sources):
         say(remark)
     try_reward(config, sources.train)
-    for remark in unscored(config, files):
-        say(remark)
-    found = prompt_check.overlap_of(config, files, MOST_COMPARED)
-    for line in overlap.lines(found, num_examples=1):
-        say(line)
+    return files, sources
 
 
 def few_rows(config: RunConfig, sources: prompt_check.Sources) -> Iterator[str]:
-    """Says where the data has fewer rows than the job asks for at once."""
+    """Reports data with fewer rows than the job samples at once."""
     size, rows = config.schedule.prompts_per_step, sources.train.num_rows
     if rows < size:
         yield (
@@ -120,7 +133,7 @@ def few_rows(config: RunConfig, sources: prompt_check.Sources) -> Iterator[str]:
 
 
 def try_reward(config: RunConfig, source: PromptSource) -> None:
-    """Lets the reward score a response to the first prompt, if it is somebody's own."""
+    """Scores a response to the first prompt with a user's own reward, as a trial."""
     first = source.first()
     names = {name for term in config.reward.terms.values() for name in term.sources}
     firsts = [first, *first_of_each(source, names - {first.source})]
@@ -133,7 +146,7 @@ def try_reward(config: RunConfig, source: PromptSource) -> None:
 
 
 def first_of_each(source: PromptSource, names: Collection[str]) -> Iterator[Prompt]:
-    """The first prompt of each of these sources that is among the rows that are looked at."""
+    """Yields the first prompt of each source among the rows checked."""
     left = set(names)
     for index in source.records.sample(MOST_TRIED) if left else ():
         try:
@@ -147,8 +160,8 @@ def first_of_each(source: PromptSource, names: Collection[str]) -> Iterator[Prom
             return
 
 
-def unscored(config: RunConfig, files: prompt_check.Files) -> Iterator[str]:
-    """Says for which sources a term is that no prompt was seen of."""
+def find_unscored(config: RunConfig, files: prompt_check.Files) -> Iterator[str]:
+    """Reports reward terms whose sources appear in no prompt checked."""
     if not any(term.sources for term in config.reward.terms.values()):
         return
     seen = {*config.prompts.sources, *config.eval}

@@ -1,30 +1,42 @@
-"""The folders of the bus that one rollout task keeps: its own, and those whose task is no more.
+"""Manages the bus folders of a rollout task: its own, and those of tasks that are gone.
 
-A prompt group is committed in its folder, whoever samples it. So whoever keeps the folder next,
-however many tasks there are then, finds there all that was done of its prompts.
+A prompt group is committed in its folder, whichever task samples it. So the next task that keeps
+the folder, however many tasks there are then, finds all work on its prompts there.
 """
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from fnmatch import fnmatch
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Self
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.credits import Owed
 from relax_hpc.bus.layout import Deals
 from relax_hpc.bus.producer import Producer
+from relax_hpc.config.run import RunConfig
+from relax_hpc.data import tokenizer
+from relax_hpc.data.media import recipe
+from relax_hpc.data.media.stored import DECODERS, decoders
 from relax_hpc.errors import BusError
-from relax_hpc.paths import BusPaths
+from relax_hpc.roles.context import TaskContext
+from relax_hpc.runtime.files.records import read_bytes
+from relax_hpc.runtime.files.storage import names, patiently
+from relax_hpc.runtime.paths import BusPaths
 from relax_hpc.schema import PromptGroup
+
+MODEL = "model_digests"
+"""Shard attribute: digests of the files that determine tokens and their meaning."""
+_READ = ("config.json", *tokenizer.READ, *recipe.READ)
+_WEIGHTS = "*.safetensors"
+_DIGITS = 16
 
 
 class Folders:
-    """The producers of one rollout task, each of a folder; to the task they are one.
-
-    Args:
-        deals: of the run.
-        task: number of the rollout task.
-        producers: by number of their folder.
-    """
+    """The producers of one rollout task, one per folder, used as one producer."""
 
     def __init__(self, deals: Deals, task: int, producers: Mapping[int, Producer]) -> None:
         self._deals, self._task, self._producers = deals, task, producers
@@ -41,16 +53,13 @@ class Folders:
         compress: Iterable[str] = (),
         spares: int = 0,
     ) -> Iterator[Self]:
-        """Opens the folders that are a task's; whoever had one open before is fenced.
+        """Opens a task's folders, and fences their earlier owners.
 
         Args:
-            paths: of the bus.
-            task: number of the rollout task.
-            size: rollout tasks that there are.
-            provenance: as of `Producer`, like `compress` and `spares`.
+            provenance: as for `Producer`, like `compress` and `spares`.
 
         Raises:
-            BusError: as `Producer`, or prompts are dealt over another number of tasks.
+            BusError: as for `Producer`, or prompts are dealt to another number of tasks.
         """
         header = layout.open_bus(paths)
         if size != header.deals.num_tasks:
@@ -68,15 +77,14 @@ class Folders:
             }
             yield cls(header.deals, task, kept)
 
-    def owed(self, *, start: int) -> Iterator[int]:
-        """Prompt groups of the task from `start` on that are not committed now, rising and without
-        end."""
+    def list_owed(self, *, start: int) -> Iterator[int]:
+        """Yields the task's uncommitted prompt groups from `start` on, rising, without end."""
         committed = self.committed
         return (g for g in self._deals.guids(self._task, start=start) if g not in committed)
 
     @property
     def committed(self) -> set[int]:
-        """As of `Producer`, like all below, of all folders."""
+        """Does as `Producer`, like the methods below, for all folders."""
         return {guid for each in self._producers.values() for guid in each.committed}
 
     @property
@@ -93,7 +101,7 @@ class Folders:
         return sum(each.num_damaged_tokens for each in self._producers.values())
 
     def lots(self, groups: Sequence[PromptGroup]) -> list[Sequence[PromptGroup]]:
-        """Divides groups into those of each folder: only they can be put as one shard."""
+        """Divides groups by folder: only groups of one folder fit in one shard."""
         found = dict[int, list[PromptGroup]]()
         for group in groups:
             found.setdefault(self._deals.folder_of(group.guid), []).append(group)
@@ -103,8 +111,8 @@ class Folders:
         return self._of(guid).times_kept(guid)
 
     def place_of(self, guid: int) -> tuple[int, int] | None:
-        """Number of the folder, and of the shard in it, that a group of the task is committed in;
-        None if it is not."""
+        """Returns the numbers of the folder, and of the shard in it, with a committed group; None
+        if uncommitted."""
         seq = self._of(guid).seq_of(guid)
         return None if seq is None else (self._deals.folder_of(guid), seq)
 
@@ -123,3 +131,39 @@ class Folders:
 
     def _of(self, guid: int) -> Producer:
         return self._producers[self._deals.folder_of(guid)]
+
+
+def provenance(config: RunConfig, context: TaskContext) -> dict[str, str | int]:
+    """Returns the attributes of a task's shards: who samples them, and with what."""
+    try:
+        build = version(config.rollout_pool.kind)
+    except PackageNotFoundError:
+        build = version("relax-hpc")
+    return {
+        "run": config.name,
+        "job": context.attempt,
+        "component": context.component,
+        "rank": context.rank,
+        "start": context.start,
+        "node": context.node,
+        "engine": f"{config.rollout_pool.kind} {build}",
+        MODEL: digests_of(config.model.path),
+        **({DECODERS: decoders()} if recipe.is_shown_media(config.model.path) else {}),
+    }
+
+
+def digests_of(model: Path) -> str:
+    """Returns digests by name of the model files that determine tokens and their meaning.
+
+    The digest of weights covers names and sizes only: reading all bytes at every start would take
+    long, and the samples are from a policy that the trainer has made since.
+    """
+    found = dict[str, bytes]()
+    for name in sorted(_READ):
+        with suppress(FileNotFoundError):
+            found[name] = read_bytes(model / name)
+    weights = [model / name for name in names(model) if fnmatch(name, _WEIGHTS)]
+    sizes = [(path.name, patiently(path, path.stat).st_size) for path in weights]
+    found |= {_WEIGHTS: json.dumps(sizes).encode()} if sizes else {}
+    short = {name: hashlib.sha256(data).hexdigest()[:_DIGITS] for name, data in found.items()}
+    return json.dumps(short)

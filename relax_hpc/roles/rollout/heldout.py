@@ -1,5 +1,9 @@
-"""Scores of tasks on the held-out sets: their shares of a result, and every sample in files."""
+"""Runs held-out evaluations beside the loop, which never waits for them, and stores the scores.
 
+Each task scores a share of every set. It stores its share of a result, and every sample.
+"""
+
+import asyncio
 import errno
 import itertools
 import json
@@ -7,32 +11,31 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from relax_hpc.config.run import RunConfig
-from relax_hpc.paths import RunPaths
-from relax_hpc.prompts.source import Prompt
-from relax_hpc.records import read_bytes, read_json, write_json, write_text
-from relax_hpc.roles.rollout.episodes import Episode
-from relax_hpc.storage import delete, names, patiently
-from relax_hpc.telemetry.logs import OF_ALL
+from relax_hpc.data.rows import TaskShare
+from relax_hpc.data.source import Prompt, PromptSource
+from relax_hpc.environments.record import EpisodeRecord
+from relax_hpc.roles.rollout.episodes import Episode, Episodes, seed_of, side_by_side
+from relax_hpc.runtime.files.records import read_bytes, read_json, write_json, write_text
+from relax_hpc.runtime.files.storage import delete, names, patiently
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import EventWriter
+from relax_hpc.runtime.telemetry.logs import OF_ALL
 
 log = logging.getLogger(__name__)
 
 
 class Due(NamedTuple):
-    """An evaluation that is to be made."""
-
     name: str
-    """Name of the set."""
     when: str
-    """before, during or after training."""
     number: int
-    """Number among those of `when`: tasks may get to it at other policies. Of the last policy it is
-    the number of steps: a run that is given more has another last policy."""
+    """Number among those of `when`: tasks may reach it at different policies. For the last policy,
+    the number of steps: an extended run has another last policy."""
 
     @property
     def key(self) -> str:
@@ -40,36 +43,29 @@ class Due(NamedTuple):
 
 
 def last_of(config: RunConfig) -> list[Due]:
-    """The evaluations of the last policy, one of each set."""
     return [Due(name, "after", config.schedule.num_steps) for name in config.eval]
 
 
-class Row(NamedTuple):
-    """One held-out sample, as it is kept."""
-
+class HeldoutRow(NamedTuple):
     prompt: int
     """Line of the file, 0-based, blank lines not counted."""
     sample: int
-    """0..n-1 among those of the prompt."""
+    """0..n-1 among the prompt's samples."""
     score: float | None
-    """None where the reward failed, and the job masks that."""
+    """None if the reward failed and the job masks failures."""
     parts: Mapping[str, float]
-    """Parts of the score, by name."""
     version: int
-    """Oldest policy that sampled a token of it; -1 if there is none."""
     version_max: int
-    """Newest policy that did."""
+    """Newest one."""
     finish: str
     num_tokens: int
-    """Sampled."""
     texts: list[str]
-    """Texts that the policy said, call by call."""
+    """The policy's texts, call by call."""
     source: str = ""
-    """Subset of the set that the prompt is from."""
+    """Subset of the set with the prompt."""
     failed: bool = False
-    """Whether the reward failed."""
     in_thought: bool = False
-    """Whether the last text began inside a thought that was opened before it."""
+    """Whether the last text began inside an earlier thought."""
 
     @classmethod
     def of(
@@ -102,22 +98,18 @@ class Row(NamedTuple):
         )
 
 
-class Share(NamedTuple):
-    """One task's part of a score."""
-
+class TaskScore(NamedTuple):
     version: int
     """Oldest policy that sampled a token; -1 if there is none."""
     version_max: int
-    """Newest policy that did."""
+    """Newest one."""
     correct: float
-    """Sum of the scores."""
     num_samples: int
-    """Samples with a score."""
     num_masked: int = 0
-    """Samples without: their reward failed."""
+    """Samples without a score, because their reward failed."""
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Self:
+    def of(cls, rows: Sequence[HeldoutRow]) -> Self:
         scores = [row.score for row in rows if row.score is not None]
         return cls(
             min((row.version for row in rows if row.version >= 0), default=-1),
@@ -129,57 +121,51 @@ class Share(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """The evaluations of a set that a task began, in this start or an earlier one."""
+    """The evaluations of a set that a task began, in any start."""
 
     done: list[Due]
     left: list[Due]
-    """Were broken off after samples of a prompt, or more."""
+    """Interrupted after at least one prompt's samples."""
 
 
 class _Told(NamedTuple):
-    """Evaluations of a set by as many tasks as there were, when they were more or fewer."""
+    """Evaluations of a set by an earlier number of tasks."""
 
     done: set[Due]
-    """The evaluations that all of them had scored."""
+    """Completed by all of them."""
     begun: set[Due]
-    """All that there was something of."""
+    """Begun by any of them."""
 
 
-class Board:
-    """The place where tasks leave their scores. Whoever completes an evaluation says its result.
+class ScoreBoard:
+    """Collects the tasks' scores. The task that completes an evaluation publishes its result.
 
-    It outlives the task: samples are kept prompt by prompt, and each once. Where there were more or
-    fewer tasks before, their shares were other ones: what they completed stays so, and the rest is
-    begun anew.
-
-    Args:
-        paths: of the run.
-        rank: of this task.
-        size: tasks.
+    It outlives the task: samples are stored prompt by prompt, each once. After a change of the
+    number of tasks, completed evaluations stay, and the others begin anew, since their shares
+    differ.
     """
 
     def __init__(self, paths: RunPaths, rank: int, size: int) -> None:
         self._paths, self._rank = paths, rank
         self.size = size
-        """Tasks that have a share."""
         self._of_all = threading.Lock()
         """Held while the shares are written: sets are completed in threads."""
         self._told_of: dict[str, _Told] = {}
 
-    def begun(self, name: str) -> Begun:
-        """Returns the evaluations of a set that there is something of."""
-        told, own = self._told(name), map(_due_of, self._read(self._rank))
+    def list_begun(self, name: str) -> Begun:
+        """Returns the evaluations of a set with stored samples."""
+        told, own = self._read_told(name), map(_due_of, self._read(self._rank))
         done = list(dict.fromkeys([*(due for due in own if due.name == name), *sorted(told.done)]))
         left = [Due(name, *_when_of(part.name)) for part in self._parts(name) if _lines(part)]
         begun = dict.fromkeys([*left, *sorted(told.begun)])
         return Begun(done, [due for due in begun if due not in done])
 
-    def kept_last(self, dues: Collection[Due]) -> int | None:
-        """Returns the bytes of samples that are kept of evaluations under way, of the sets of
-        `dues`; None if all of these are complete. For whoever waits for them: those that were under
-        way before come first."""
+    def count_kept_bytes(self, dues: Collection[Due]) -> int | None:
+        """Returns the bytes of stored samples of unfinished evaluations, of the sets of `dues`;
+        None if all of these are complete. A waiting task sees progress by it: earlier evaluations
+        come first."""
         shares = self._read(self._rank)
-        if all(due.key in shares or due in self._told(due.name).done for due in dues):
+        if all(due.key in shares or due in self._read_told(due.name).done for due in dues):
             return None
         num_bytes = 0
         for part in [part for due in dues for part in self._parts(due.name)]:
@@ -187,14 +173,12 @@ class Board:
                 num_bytes += patiently(part, part.stat).st_size
         return num_bytes
 
-    def begin(self, due: Due) -> list[Row]:
-        """Opens an evaluation. Returns the samples that were kept of it before."""
+    def begin(self, due: Due) -> list[HeldoutRow]:
         lines = _lines(self._part(due))
         write_text(self._part(due), "".join(f"{line}\n" for line in lines))
-        return [Row(**row) for line in lines for row in json.loads(line)]
+        return [HeldoutRow(**row) for line in lines for row in json.loads(line)]
 
-    def keep(self, due: Due, rows: Sequence[Row]) -> None:
-        """Keeps the samples of a prompt."""
+    def keep(self, due: Due, rows: Sequence[HeldoutRow]) -> None:
         part, line = self._part(due), json.dumps([row._asdict() for row in rows]) + "\n"
         size = patiently(part, part.stat).st_size
 
@@ -207,8 +191,8 @@ class Board:
 
         patiently(part, write, small=True)
 
-    def add(self, due: Due, share: Share, rows: Sequence[Row]) -> None:
-        """Publishes all samples and the share of this task, and says the whole if it is there."""
+    def add(self, due: Due, share: TaskScore, rows: Sequence[HeldoutRow]) -> None:
+        """Publishes all samples and the share of this task, and the result if it is complete."""
         if rows:
             path = self._paths.eval_rows(due.name, share.version, due.when, due.number, self._rank)
             write_text(path, "".join(f"{json.dumps(row._asdict())}\n" for row in rows))
@@ -221,11 +205,11 @@ class Board:
             log.info("%s", _line(due, found), extra=OF_ALL)
 
     def _read(self, rank: int, size: int = 0) -> dict[str, Any]:
-        """Reads what a task, of as many as there are now or of `size`, said of its shares."""
+        """Reads the shares of a task, of the current number of tasks or of `size`."""
         return read_json(self._paths.heldout_shares(rank, size or self.size)) or {}
 
-    def _told(self, name: str) -> _Told:
-        """Reads what was said of a set when there were more or fewer tasks; they are no more."""
+    def _read_told(self, name: str) -> _Told:
+        """Reads the evaluations of a set by earlier numbers of tasks."""
         if name not in self._told_of:
             files = names(self._paths.heldout_shares(0, 0).parent)
             shares = [
@@ -245,7 +229,6 @@ class Board:
         return self._told_of[name]
 
     def _parts(self, name: str) -> list[Path]:
-        """Returns the files of evaluations of a set that are under way."""
         folder = self._part(Due(name, "", 0)).parent
         own = f".{self._rank}-of-{self.size}.part"
         return [folder / part for part in names(folder) if part.endswith(own)]
@@ -253,15 +236,15 @@ class Board:
     def _part(self, due: Due) -> Path:
         return self._paths.eval_part(due.name, due.when, due.number, self._rank, self.size)
 
-    def _others(self, key: str) -> list[Share]:
-        """Reads as many as there are until one is missing."""
-        found: list[Share] = []
+    def _others(self, key: str) -> list[TaskScore]:
+        """Reads the shares of all tasks, up to the first missing one."""
+        found: list[TaskScore] = []
         for rank in range(self.size):
             if rank != self._rank:
                 share = self._read(rank).get(key)
                 if share is None:
                     break
-                found.append(Share(*share))
+                found.append(TaskScore(*share))
         return found
 
 
@@ -276,20 +259,20 @@ def _due_of(key: str) -> Due:
 
 
 def _tasks_of(file: str) -> int:
-    """The number of tasks that there were when one of them wrote a file; 0 of other files."""
+    """Returns the number of tasks when a file was written; 0 for other files."""
     found = re.search(r"-of-(\d+)\.", file)
     return int(found[1]) if found else 0
 
 
 def _lines(part: Path) -> list[str]:
-    """Returns a line for each prompt of an evaluation under way; the last may be cut short."""
+    """Returns a line per prompt of an unfinished evaluation; the last may be torn."""
     try:
         return read_bytes(part).decode().split("\n")[:-1]
     except FileNotFoundError:
         return []
 
 
-def _line(due: Due, shares: list[Share]) -> str:
+def _line(due: Due, shares: list[TaskScore]) -> str:
     ends = {v for share in shares for v in (share.version, share.version_max) if v >= 0}
     policy = "no policy"  # all of its requests were refused, or there was none
     if ends:
@@ -301,3 +284,214 @@ def _line(due: Due, shares: list[Share]) -> str:
     said = f"{mean:.3f}" if num_samples else "no score"
     left_out = f", {masked} left out whose reward failed" if masked else ""
     return f"held-out {due.when}, {policy}: {said} ({due.name}{left_out})"
+
+
+_READ_AT_ONCE = 16
+"""Held-out prompts whose media are read concurrently."""
+PLACES = 4
+"""During training all evaluations together have 1/PLACES of the engines' capacity, or of training's
+requests in flight if these are fewer. Before and after, they have all of it."""
+
+
+Also = Callable[[str, Prompt, Sequence[int], Sequence[Episode]], None]
+"""Called with the episodes of a prompt of a set, and their seeds."""
+
+
+class Room:
+    """Places in the engines, given to prompts of all sets in order of request."""
+
+    def __init__(self, places: int) -> None:
+        self._places, self._taken = places, 0
+        self._line, self._freed = asyncio.Lock(), asyncio.Event()
+
+    @asynccontextmanager
+    async def take(self, count: int) -> AsyncIterator[None]:
+        """Waits for `count` places; a request for more than all gets all."""
+        async with self._line:
+            while self._taken and self._taken + count > self._places:
+                self._freed.clear()
+                await self._freed.wait()
+            self._taken += count
+        try:
+            yield
+        finally:
+            self._taken -= count
+            self._freed.set()
+
+
+class Evaluator:
+    """Scores this task's share of every held-out set: before, during and after training."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        shares: Mapping[str, Sequence[Prompt]],
+        episodes: Episodes,
+        events: EventWriter,
+        board: ScoreBoard,
+        also: Also = lambda *_: None,
+    ) -> None:
+        """Samples nothing before it knows a policy.
+
+        Args:
+            shares: this task's prompts of each set in `config.eval`.
+            board: keeps the scores, also those of an earlier start of this task.
+            also: called with all episodes of a prompt.
+        """
+        self._config, self._shares, self._episodes = config, shares, episodes
+        self._events, self._board, self._also = events, board, also
+        self._last = last_of(config)
+        self._numbers: dict[str, int] = {}
+        """Number of each set's last evaluation during training, or 0."""
+        self._left: dict[str, list[Due]] = {}
+        """Evaluations that an earlier start left incomplete, without those of the last policy."""
+        self._done = set[Due]()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        pool, schedule = config.rollout_pool, config.schedule
+        places = pool.max_running_requests * pool.engines_per_task
+        batch = schedule.prompts_per_step * config.rollout.samples_per_prompt
+        in_flight = (schedule.max_staleness + 1) * batch // pool.num_hosts
+        self._room = Room(places)
+        self._room_beside = Room(min(places, in_flight) // PLACES)
+        for name in config.eval:
+            begun = board.list_begun(name)
+            self._left[name] = [due for due in begun.left if due not in self._last]
+            self._done |= {*begun.done}
+            if both := [*begun.done, *begun.left]:
+                self._numbers[name] = max(self._number(due) for due in both)
+
+    @classmethod
+    async def of(
+        cls,
+        config: RunConfig,
+        paths: RunPaths,
+        share: TaskShare,
+        sources: Mapping[str, PromptSource],
+        episodes: Episodes,
+        events: EventWriter,
+        also: Also = lambda *_: None,
+    ) -> Self:
+        """Reads the task's share of the prompts of each set."""
+        prompts = await heldout_shares(config, share, sources)
+        return cls(config, prompts, episodes, events, ScoreBoard(paths, *share), also)
+
+    def consider(self, version: int | None, *, trained: int) -> None:
+        """Starts due evaluations: of the first policy seen, then one every `every` versions.
+
+        An engine that starts when steps have been `trained` holds the first policy only until it is
+        updated. A set still being evaluated is considered again later. Evaluations interrupted in
+        an earlier start come first, and continue with the current policy. Raises the error of an
+        evaluation.
+        """
+        for name in [name for name, task in self._running.items() if task.done()]:
+            self._running.pop(name).result()
+        if version is None:
+            return
+        for name in self._config.eval:
+            if name not in self._running and (due := self._due(name, version, trained)):
+                is_beside = trained > 0 or due.when == "during"
+                self._running[name] = asyncio.create_task(self._evaluate(due, beside=is_beside))
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._running)
+
+    @property
+    def owes_last(self) -> bool:
+        return any(due not in self._done for due in self._last)
+
+    async def finish(self, version: int | None) -> None:
+        """Waits for running evaluations, and evaluates the last policy if it is there."""
+        await asyncio.gather(*self._running.values())
+        if version is not None:
+            left = [due for each in self._left.values() for due in each]
+            dues = [due for due in (*left, *self._last) if due not in self._done]
+            await asyncio.gather(*(self._evaluate(due, beside=False) for due in dues))
+
+    def _number(self, due: Due) -> int:
+        return self._during(due.name, due.number) if due.when == "after" else due.number
+
+    def _during(self, name: str, version: int) -> int:
+        every = self._config.eval[name].every
+        return version // every if every else 0
+
+    def _due(self, name: str, version: int, trained: int) -> Due | None:
+        if self._left[name]:
+            return self._left[name].pop(0)
+        number = self._during(name, version)
+        if name not in self._numbers:
+            self._numbers[name] = number
+            return Due(name, "before", 0) if trained == 0 else None
+        if number > self._numbers[name]:
+            self._numbers[name] = number
+            is_last = number * self._config.eval[name].every == self._config.schedule.num_steps
+            return None if is_last else Due(name, "during", number)  # that one is made after
+        return None
+
+    async def _evaluate(self, due: Due, *, beside: bool) -> None:
+        """Samples and scores a share of a set, and publishes the result.
+
+        Args:
+            due: the evaluation; samples kept before are not repeated.
+            beside: whether training goes on, and has the other places.
+        """
+        samples, line = self._config.eval[due.name].samples_per_prompt, asyncio.Lock()
+        room = self._room_beside if beside else self._room
+        rows = await asyncio.to_thread(self._board.begin, due)
+        kept = {row.prompt for row in rows}
+
+        async def score_one(prompt: Prompt) -> list[HeldoutRow]:
+            async with room.take(samples):
+                found = await self._score(due, prompt)
+            async with line:
+                await asyncio.to_thread(self._board.keep, due, found)
+            return found
+
+        async with side_by_side() as group:
+            tasks = [
+                group.create_task(score_one(prompt))
+                for prompt in self._shares[due.name]
+                if prompt.index not in kept
+            ]
+        rows = sorted([*rows, *(row for task in tasks for row in task.result())])
+        share = TaskScore.of(rows)
+        headline = due.name == next(iter(self._config.eval))
+        told = {"headline": headline, "tasks": self._board.size}
+        self._events.emit("eval", **told, **due._asdict(), **share._asdict())
+        await asyncio.to_thread(self._board.add, due, share, rows)
+
+    async def _score(self, due: Due, prompt: Prompt) -> list[HeldoutRow]:
+        settings = self._config.eval[due.name]
+        samples = range(settings.samples_per_prompt)
+        key = f"{due.name}/{prompt.index}"
+        seeds = [seed_of(self._config.seed, key, sample) for sample in samples]
+        records = [EpisodeRecord() for _ in samples]
+        how, group = self._episodes.how_heldout(settings), (*due, prompt.index)
+        episodes = await self._episodes.run(prompt, records, how, group, seeds)
+        self._also(due.name, prompt, seeds, episodes)
+        masks = self._config.reward.masks_errors
+        return [
+            HeldoutRow.of(
+                prompt,
+                sample,
+                episode,
+                self._episodes.texts(episode),
+                masks_errors=masks,
+                in_thought=self._episodes.is_in_thought(episode),
+            )
+            for sample, episode in zip(samples, episodes, strict=True)
+        ]
+
+
+async def heldout_shares(
+    config: RunConfig, share: TaskShare, sources: Mapping[str, PromptSource]
+) -> dict[str, list[Prompt]]:
+    shares = {}
+    for name, settings in config.eval.items():
+        source = sources[name]
+        own = range(share.number, min(settings.num_prompts, len(source)), share.size)
+        shares[name] = list[Prompt]()
+        for first in range(0, len(own), _READ_AT_ONCE):
+            some = own[first : first + _READ_AT_ONCE]
+            shares[name] += await asyncio.gather(*map(source.fetch, some))
+    return shares

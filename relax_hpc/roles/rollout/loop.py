@@ -1,99 +1,136 @@
-"""The rollout role: makes prompt groups, publishes them, and stays within the staleness bound."""
+"""Runs rollout: samples prompt groups and publishes them, within the staleness bound.
+
+Why it may wait; docs/explanation/architecture.md says what shows each:
+
+* before the loop (`build`): prompts are read, rows checked, engines start
+* nothing is started (`run`): no engine serves, the staleness bound, no batch is left (`Pace`);
+  the disk is full (`Outbox`); an end is announced (`unfinished`); held-out sets are owed
+  (`_is_over`)
+* a group under way: a skip or a retired prompt is undecided (`skips`); media are decoded; its
+  environment or its reward takes long (`episodes`)
+* a request (`inference.pool`): engines are full, too old, or rest; the first sibling computes a
+  long prompt; a request that ended engines is alone
+* an engine: it syncs, is fenced, drains, or lent its GPUs to the trainer (`inference.members`)
+* two jobs: the side is held (`launch.holder`)
+"""
 
 import asyncio
 import time
+from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
 from relax_hpc.bus.credits import Credit, CreditTail
 from relax_hpc.bus.durable import Space
+from relax_hpc.bus.staleness import may_start_batch
 from relax_hpc.config.run import RunConfig
+from relax_hpc.inference.pool_client import PoolClient
 from relax_hpc.roles.rollout.episodes import Grouper
-from relax_hpc.roles.rollout.evaluation import Evaluator
 from relax_hpc.roles.rollout.folders import Folders
-from relax_hpc.roles.rollout.pace import Pace
-from relax_hpc.roles.rollout.skips import Skips
+from relax_hpc.roles.rollout.heldout import Evaluator
+from relax_hpc.roles.rollout.skips import TaskSkips
+from relax_hpc.roles.rollout.unfinished import AnnouncedEnd
+from relax_hpc.runtime.telemetry.events import EventWriter
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory, key_of_medium
-from relax_hpc.telemetry.events import EventWriter
+
+
+class Pace:
+    """Decides how far sampling may run ahead of training."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._max_staleness = config.schedule.max_staleness
+        self._num_steps = config.schedule.num_steps
+        self._prompts_per_step = config.schedule.prompts_per_step
+        self._credit, self._ends = Credit(), list[int]()
+        self._spare = int(config.rollout.over_sampling * self._prompts_per_step)
+
+    def follow(self, credit: Credit, skipped: Sequence[int] = ()) -> None:
+        """Updates the ends of batches from the trainer's grant.
+
+        Args:
+            skipped: rising guids of groups that it will skip, and does not know yet. Skips of other
+                tasks are unknown here, so ends may turn out to be further away, never nearer.
+        """
+        self._credit, ends = credit, list(credit.batch_ends)
+        if skipped and not ends:
+            size = self._prompts_per_step
+            ends = [(credit.step + n) * size for n in range(1, self._max_staleness + 3)]
+        self._ends, passed = [], 0
+        for end in ends:
+            end += passed
+            while passed < len(skipped) and skipped[passed] < end:
+                passed += 1
+                end += 1
+            self._ends.append(end)
+
+    def batch_of(self, guid: int) -> int:
+        """Returns the latest batch that may get the group; skips may make it an earlier one."""
+        ends, size = self._ends, self._prompts_per_step
+        if not ends:
+            return guid // size + 1
+        behind = max(guid - ends[-1], 0) // size
+        return self._credit.step + 1 + bisect_right(ends, guid) + behind
+
+    def may_start(self, guid: int, version: int | None) -> bool:
+        """Whether a prompt group may be started with engines that hold `version`.
+
+        Groups beyond the staleness bound are over-sampled: one that is ready before a straggler of
+        the previous batch takes its place there. No group is started that no batch would take.
+        """
+        if version is None or self.batch_of(guid) > self._num_steps:
+            return False
+        return may_start_batch(
+            self.batch_of(max(guid - self._spare, 0)),
+            policy_version=version,
+            max_staleness=self._max_staleness,
+        )
+
+    def min_version(self, guid: int, version: int | None) -> int:
+        """Returns the oldest policy that may sample a token of a group which starts with
+        `version`."""
+        bound = self.batch_of(guid) - 1 - self._max_staleness
+        return max(min(bound, version or 0), 0)
+
+    def is_done(self, ready: Iterable[int], running: Iterable[int]) -> bool:
+        """Whether no running group belongs to a batch of the ready ones."""
+        last = max((self.batch_of(guid) for guid in ready), default=0)
+        return all(self.batch_of(guid) > last for guid in running)
+
 
 POLL_S = 0.05
 BREAK_OFF_S = 5.0
-"""Time for groups to end that are broken off."""
+"""Time for cancelled groups to end."""
 READY_S = 1.0
-"""A finished group waits no longer for others to fill its shard."""
-
-
-class Engines(Protocol):
-    """The engines, as far as they pace this role."""
-
-    async def version(self) -> int | None:
-        """The oldest policy that would sample now; None while there is no engine for it."""
-        ...
-
-
-class End(Protocol):
-    """The end of the job, if it is announced, and what is kept then."""
-
-    def begin(self, *, start: int) -> None:
-        """Takes up what an earlier task has kept of ordinals from `start` on."""
-        ...
-
-    def is_near(self) -> bool: ...
-
-    def note(self, version: int | None, *, idle: bool) -> None:
-        """Takes whether there is nothing to do with engines that hold `version`."""
-        ...
-
-    def keep(self, guids: Collection[int]) -> None:
-        """Keeps what there is of some groups; called again and again while the end is near."""
-        ...
-
-    def close(self) -> None:
-        """Says that the task has nothing more to keep."""
-        ...
-
-
-class NoEnd:
-    """An end that nobody announces."""
-
-    def begin(self, *, start: int) -> None: ...
-    def is_near(self) -> bool:
-        return False
-
-    def note(self, version: int | None, *, idle: bool) -> None: ...
-    def keep(self, guids: Collection[int]) -> None: ...
-    def close(self) -> None: ...
+"""Longest wait of a finished group for others to fill its shard."""
 
 
 async def run(
     config: RunConfig,
-    engines: Engines,
+    engines: PoolClient,
     group: Grouper,
     evaluator: Evaluator,
     folders: Folders,
     credits: CreditTail,
     events: EventWriter,
-    end: End | None = None,
-    skips: Skips | None = None,
+    end: AnnouncedEnd,
+    skips: TaskSkips,
 ) -> None:
-    """Samples every prompt ordinal this task owns, once, until the trainer says it is finished.
+    """Samples every guid of this task, once, until the trainer has finished.
 
-    When the job is about to end it stops sampling, publishes what is finished, and keeps what is
-    not for the task that comes after it; if the job goes on, so does the task.
+    When the job is about to end it stops sampling, publishes finished groups, and keeps the others
+    for its successor. If the job continues, so does the task.
 
-    Nothing is remembered outside the bus: what is committed is done, everything else is owed. So a
-    task that is killed anywhere goes on where its log ends, with no prompt skipped or doubled.
+    Nothing is remembered outside the bus: committed groups are done, all others are owed. So a
+    killed task continues where its log ends, with no prompt skipped or doubled.
     """
     outbox = Outbox(folders, events, config)
     retired = credit.retired_guid_below if (credit := credits.latest()) else 0
-    owed, rest = deque[int](), folders.owed(start=retired)
-    pace, skips, end = Pace(config), skips or Skips(config, folders), end or NoEnd()
+    owed, rest = deque[int](), folders.list_owed(start=retired)
     end.begin(start=retired)
-    running = dict[asyncio.Task[PromptGroup], int]()
+    pace, running = Pace(config), dict[asyncio.Task[PromptGroup], int]()
     while not await _is_over(config, engines, evaluator, credits, running, owed):
         credit, version = credits.latest(), await engines.version()
         evaluator.consider(version, trained=credit.step if credit else 0)
@@ -107,7 +144,7 @@ async def run(
             running[asyncio.create_task(group(guid, pace.min_version(guid, version)))] = guid
         if is_ending:
             await _break_off(running, owed)
-        finished = await _finished(running)
+        finished = await _take_finished(running)
         outbox.add(finished)
         skips.judge(finished)
         folders.collect(credit.retired_guid_below if credit else 0)
@@ -123,16 +160,16 @@ async def run(
 
 async def _is_over(
     config: RunConfig,
-    engines: Engines,
+    engines: PoolClient,
     evaluator: Evaluator,
     credits: CreditTail,
     running: "dict[asyncio.Task[PromptGroup], int]",
     owed: deque[int],
 ) -> bool:
-    """Whether nothing more is to be trained on, and the engines hold what is to be evaluated last.
+    """Whether training is over, and the engines hold the policy of the last evaluation.
 
-    In between it waits: for the records to say so, or for a trainer that starts again after the
-    last step. One that has lost that step may want what is `running`, and more.
+    Until then it waits for the records to say so, or for a trainer that restarts after the last
+    step. A trainer that has lost that step may need the `running` groups, and more.
     """
     while (credit := credits.latest()) and credit.finished:
         await _break_off(running, owed)
@@ -143,14 +180,14 @@ async def _is_over(
 
 
 def _first(owed: deque[int], rest: Iterator[int]) -> int:
-    """The ordinal that is next: of those owed again, or else of the rest."""
+    """Returns the next guid: one to sample again, or else of the rest."""
     if not owed:
         owed.append(next(rest))
     return owed[0]
 
 
 class Outbox:
-    """Finished groups on their way to the bus. A full file system holds them up; it loses none."""
+    """Finished groups on their way to the bus. A full file system delays them but loses none."""
 
     def __init__(self, folders: Folders, events: EventWriter, config: RunConfig) -> None:
         self._folders = folders
@@ -162,12 +199,11 @@ class Outbox:
 
     @property
     def full(self) -> bool:
-        """Whether to start nothing new, because what is finished finds no space."""
+        """Whether to start no new groups, because finished ones find no space."""
         return self._space.full
 
     @property
     def guids(self) -> list[int]:
-        """Numbers of groups that are finished and not published yet."""
         return [group.guid for group in self._ready]
 
     def add(self, groups: Sequence[PromptGroup]) -> None:
@@ -176,7 +212,7 @@ class Outbox:
         self._ready += groups
 
     def send(self, *, rest: bool) -> None:
-        """Publishes what is enough for a shard, or has waited; with `rest`, whatever there is."""
+        """Publishes full shards and groups that have waited; with `rest`, all."""
         waited = time.monotonic() - self._ready_since > READY_S
         enough = len(self._ready) >= self._groups_per_shard or rest or waited
         if not self._ready or not enough:
@@ -195,13 +231,10 @@ def publish(
     *,
     masks_errors: bool = False,
 ) -> None:
-    """Commits finished groups of one folder as one shard and says so.
+    """Commits finished groups of one folder as one shard, and logs it.
 
     Args:
-        folders: that take it.
-        groups: of one of them.
-        events: that tell of it.
-        masks_errors: an episode whose reward failed is not in the mean.
+        masks_errors: whether the mean excludes episodes with a failed reward.
     """
     start = time.perf_counter()
     folders.put(groups)
@@ -233,7 +266,7 @@ def publish(
 
 
 def _of_media(rows: Sequence[Trajectory]) -> dict[str, float]:
-    """`rollout/media/...` of what is committed; nothing of text."""
+    """Returns `rollout/media/...` of committed rows; nothing for text."""
     known = {key_of_medium(row, at): m.data.size for row in rows for at, m in enumerate(row.media)}
     if not known:
         return {}
@@ -246,7 +279,7 @@ def _of_media(rows: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def means_of(area: str, episodes: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """`<area>/<name>`: the mean over those episodes that have a number of that name."""
+    """Returns `<area>/<name>`: the mean over the episodes with a number of that name."""
     found: dict[str, list[float]] = {}
     for numbers in episodes:
         for name, value in numbers.items():
@@ -255,10 +288,9 @@ def means_of(area: str, episodes: Iterable[Mapping[str, float]]) -> dict[str, fl
 
 
 async def _break_off(running: "dict[asyncio.Task[PromptGroup], int]", owed: deque[int]) -> None:
-    """Ends groups where they are, and owes them again.
+    """Cancels groups, and owes them again.
 
-    Some may be finished all the same, or are held up by an environment that does not heed its end:
-    they stay.
+    Some may finish all the same, or hang in an environment that ignores cancellation: they stay.
     """
     for each in running:
         each.cancel()
@@ -268,11 +300,11 @@ async def _break_off(running: "dict[asyncio.Task[PromptGroup], int]", owed: dequ
     owed.extendleft(sorted((running.pop(each) for each in ended), reverse=True))
 
 
-async def _finished(running: "dict[asyncio.Task[PromptGroup], int]") -> list[PromptGroup]:
-    """Waits briefly for groups to finish; takes those that have, which run no more.
+async def _take_finished(running: "dict[asyncio.Task[PromptGroup], int]") -> list[PromptGroup]:
+    """Waits briefly for groups to finish; removes and returns the finished ones.
 
     Raises:
-        Exception: what ended one of them.
+        Exception: the error of a group.
     """
     if not running:
         await asyncio.sleep(POLL_S)

@@ -1,46 +1,41 @@
-"""Plays an episode of a job while there are no engines: what the policy says is given."""
+"""Plays an episode of a job without engines, with given replies."""
 
 import asyncio
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from relax_hpc.config.run import RunConfig
-from relax_hpc.engines.response import Draft, Generation
+from relax_hpc.data.conversation import Conversation
+from relax_hpc.data.source import Prompt, PromptSource
 from relax_hpc.environments import registry as environments
-from relax_hpc.environments.record import Record
-from relax_hpc.errors import ConfigError, shown
-from relax_hpc.prompts.conversation import Conversation
-from relax_hpc.prompts.source import Prompt, PromptSource
-from relax_hpc.rewards import trial
-from relax_hpc.rewards.contract import Sample, Score
-from relax_hpc.roles.rollout.build import media_workers
+from relax_hpc.environments.record import EpisodeRecord
+from relax_hpc.environments.rewards import trial
+from relax_hpc.environments.rewards.contract import Sample, Score
+from relax_hpc.errors import ConfigError, show
+from relax_hpc.inference.generation import Draft, Generation, Sampling
 from relax_hpc.roles.rollout.episodes import Episode, Episodes, rows_of, seed_of
 from relax_hpc.roles.rollout.prompt_check import limits_of
-from relax_hpc.sampling.how import How
+from relax_hpc.roles.rollout.sampling import media_workers
 from relax_hpc.schema import FinishReason, Trajectory
 
 LONGEST_S = 300.0
-"""Time that an episode may take in which the policy answers at once."""
 
 
 class Played(NamedTuple):
-    """An episode, and what is trained on of it."""
-
     prompt: Prompt
     episode: Episode
     rows: list[Trajectory]
 
 
 class Sayings:
-    """In place of engines: says texts one after the other, and the last one again and again."""
+    """Replaces engines: returns given texts in turn, and repeats the last one."""
 
     def __init__(self, conversation: Conversation, texts: Sequence[str], stop_token: int) -> None:
-        """Says nothing yet.
+        """Starts with the first text.
 
         Args:
-            conversation: how text becomes tokens.
-            texts: one at least.
-            stop_token: ends every reply that has room for it.
+            texts: at least one.
+            stop_token: appended to every reply that has room for it.
         """
         self._conversation, self._left, self._stop_token = conversation, list(texts), stop_token
 
@@ -48,12 +43,12 @@ class Sayings:
         self,
         given: Sequence[int],
         draft: Draft,
-        how: How,
+        how: Sampling,
         *,
         seed: int,
         homes: Sequence[Hashable],
     ) -> Generation:
-        """Does as `environments.session.Sampler` says; nothing is drawn."""
+        """Implements `environments.session.Sampler`, without randomness."""
         await asyncio.sleep(0)  # an episode without end can be broken off
         text = self._left.pop(0) if len(self._left) > 1 else self._left[0]
         tokens = [*self._conversation.plain(text), *[self._stop_token] * (not how.ignore_eos)]
@@ -62,31 +57,29 @@ class Sayings:
         tokens = tokens[: how.max_new_tokens if size is None else size]
         draft.mark(0, 0)
         draft.take(tokens, [0.0] * len(tokens))
-        return draft.finished(FinishReason.LENGTH if is_cut else FinishReason.STOP)
+        return draft.finish(FinishReason.LENGTH if is_cut else FinishReason.STOP)
 
 
 def play(config: RunConfig, source: PromptSource, texts: Sequence[str]) -> Played:
-    """Plays an episode of the first prompt, and has it scored.
+    """Plays an episode of the first prompt, and scores it.
 
-    A program of the user's is run here. A reward that asks engines is not asked.
+    This runs user code. A reward that calls engines is left out.
 
     Args:
-        config: of the run.
-        source: of the prompts that are trained on.
-        texts: replies of the policy; the prompt's answer if there are none.
+        texts: replies of the policy; the prompt's answer if empty.
 
     Raises:
         ConfigError: the environment or the reward fails, or the episode does not end.
     """
     prompt = source.first()
-    return asyncio.run(_played(config, source, prompt, texts or [prompt.answer]))
+    return asyncio.run(_play(config, source, prompt, texts or [prompt.answer]))
 
 
-async def _played(
+async def _play(
     config: RunConfig, source: PromptSource, prompt: Prompt, texts: Sequence[str]
 ) -> Played:
     stop_token = source.tokenizer.eos_token_id
-    said = f"{prompt.where}: an episode in which the policy says {shown(texts[0])}"
+    said = f"{prompt.where}: an episode in which the policy says {show(texts[0])}"
 
     async def score(samples: Sequence[Sample]) -> list[Score]:
         return [await trial.score(config.reward, each) for each in samples]
@@ -105,7 +98,7 @@ async def _played(
         how, seed = episodes.how(config.rollout.temperature), seed_of(config.seed, 0, 0)
         try:
             async with asyncio.timeout(LONGEST_S):
-                [episode] = await episodes.run(prompt, [Record()], how, 0, [seed])
+                [episode] = await episodes.run(prompt, [EpisodeRecord()], how, 0, [seed])
         except TimeoutError:
             raise ConfigError(
                 f"rollout.environment = {config.rollout.environment!r}: {said} has not ended after "

@@ -1,29 +1,28 @@
 """Checks that the prompts of a run can be sampled and trained on.
 
-Where the run is submitted every line is read, but only some are tokenized; when it starts, the
-rollout tasks tokenize all of them before anything is sampled.
+Submission reads every row, but tokenizes only some. At the start the rollout tasks tokenize all of
+them before anything is sampled.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from relax_hpc.config.media import MediaConfig
-from relax_hpc.config.prompts import Columns, SourceConfig
+from relax_hpc.config.prompts import Columns, MediaConfig, SourceConfig
 from relax_hpc.config.run import RunConfig
-from relax_hpc.errors import ConfigError, shown
-from relax_hpc.media.kinds import MODALITIES
-from relax_hpc.media.recipe import Recipe, read_recipe
-from relax_hpc.media.workers import Decoders
-from relax_hpc.models.registry import read_architecture
-from relax_hpc.prompts import overlap
-from relax_hpc.prompts.media_tokens import MediaTokens
-from relax_hpc.prompts.overlap import Overlap
-from relax_hpc.prompts.record import Record, nearest
-from relax_hpc.prompts.records import Records
-from relax_hpc.prompts.rows import SAMPLE, left_out
-from relax_hpc.prompts.source import Examined, PromptSource
-from relax_hpc.rewards.registry import REWARDS, Term, terms_of
+from relax_hpc.data import overlap
+from relax_hpc.data import tokenizer as tokenizers
+from relax_hpc.data.media.kinds import MODALITIES
+from relax_hpc.data.media.recipe import Recipe, read_recipe
+from relax_hpc.data.media.workers import Decoders
+from relax_hpc.data.media_tokens import MediaTokens
+from relax_hpc.data.overlap import Overlap
+from relax_hpc.data.records import PromptRecord, Records
+from relax_hpc.data.rows import SAMPLE, describe_left_out, naming
+from relax_hpc.data.source import Examined, PromptSource
+from relax_hpc.environments.rewards.registry import REWARDS, Term, terms_of
+from relax_hpc.errors import ConfigError, nearest, show
+from relax_hpc.trainer.models.registry import read_architecture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,52 +30,40 @@ if TYPE_CHECKING:
 
 TRAIN = "prompts.train"
 _MAY_LACK = ("tools", "source", *(f"{modality}s" for modality in MODALITIES))
-"""Columns that a row may lack."""
 T = TypeVar("T")
 
 
-class Files(NamedTuple):
-    """The prompt files of a run, read."""
+class Sets(NamedTuple, Generic[T]):
+    """The data of a run."""
 
-    train: Records
-    heldout: dict[str, Records]
-    """Records by the name of the set, as `eval` is."""
-
-    @property
-    def by_key(self) -> dict[str, Records]:
-        """All of them, by the key that names the file."""
-        return {TRAIN: self.train} | heldout_by_key(self.heldout)
-
-
-class Sources(NamedTuple):
-    """The prompts of a run."""
-
-    train: PromptSource
-    heldout: dict[str, PromptSource]
+    train: T
+    heldout: dict[str, T]
+    """By name of the set in `eval`."""
     train_key: str = TRAIN
-    """Key that names the training file; where nothing is trained on, that of a set in its place."""
+    """Key of the training file; without training, of the set that replaces it."""
 
     @property
-    def by_key(self) -> dict[str, PromptSource]:
-        """Every file's, by the key that names the file."""
-        return {self.train_key: self.train} | heldout_by_key(self.heldout)
+    def by_key(self) -> dict[str, T]:
+        """Returns all sets, by the key that names the file."""
+        heldout = {f"eval.{name}.path": each for name, each in self.heldout.items()}
+        return {self.train_key: self.train} | heldout
 
 
-def open_files(config: RunConfig) -> Files:
-    """Opens all data; rows are read when they are asked for.
+Files = Sets[Records]
+Sources = Sets[PromptSource]
+
+
+def open_files(config: RunConfig, *, is_trained: bool = True) -> Files:
+    """Opens all data; rows are read on demand.
+
+    Args:
+        is_trained: whether there is training; else the first held-out set replaces its data.
 
     Raises:
-        ConfigError: some of it cannot be opened.
+        ConfigError: a file cannot be opened.
     """
     prompts = config.prompts
-    key = "prompts.sources" if prompts.sources else TRAIN
-    train = _records(config, key, prompts.mixture, "prompts", graded_by=prompts.curriculum)
-    return Files(train, open_heldout(config))
-
-
-def open_heldout(config: RunConfig) -> dict[str, Records]:
-    """Does as `open_files`, of the held-out sets only."""
-    return {
+    heldout = {
         name: _records(
             config,
             f"eval.{name}.path",
@@ -86,43 +73,36 @@ def open_heldout(config: RunConfig) -> dict[str, Records]:
         )
         for name, each in config.eval.items()
     }
+    if not is_trained:
+        name, first = next(iter(heldout.items()))
+        return Files(first, heldout, f"eval.{name}.path")
+    key = "prompts.sources" if prompts.sources else TRAIN
+    train = _records(config, key, prompts.mixture, "prompts", graded_by=prompts.curriculum)
+    return Files(train, heldout)
 
 
-def read(config: RunConfig) -> Files:
+def read(config: RunConfig, *, is_trained: bool = True) -> Files:
     """Opens all data, and reads every row; of very many, some.
 
+    Args:
+        is_trained: as in `open_files`.
+
     Raises:
-        ConfigError: one is no prompt, or has an answer that the reward can never match.
+        ConfigError: a row is no prompt, or has an answer that the reward can never match.
     """
-    files = open_files(config)
-    read_rows(files.by_key)
+    files = open_files(config, is_trained=is_trained)
+    for key, records in files.by_key.items():
+        with naming(key):
+            records.read()
     return files
 
 
-def heldout_by_key(heldout: Mapping[str, T]) -> dict[str, T]:
-    """Returns the sets by the key that names the file of each."""
-    return {f"eval.{name}.path": each for name, each in heldout.items()}
-
-
-def read_rows(files: Mapping[str, Records]) -> None:
-    """Reads every row, or some; raises as `read`.
-
-    Args:
-        files: by key.
-    """
-    for key, records in files.items():
-        try:
-            records.read()
-        except ConfigError as error:
-            raise ConfigError(f"{key}: {error}") from None
-
-
 def _wrong(terms: Sequence[Term], answer: str, source: str) -> str:
-    """Says why no response could be right, and what to do; "" if one could."""
+    """Returns why no response could be right, with a remedy; "" if one could."""
     terms = [term for term in terms if term.is_for(source)]
     if not terms:
         return (
-            f"source = {shown(source)}: no term of the reward scores it; name it in the `sources` "
+            f"source = {show(source)}: no term of the reward scores it; name it in the `sources` "
             "of one of [reward.terms]"
         )
     # A program of somebody else's is not asked here.
@@ -134,7 +114,7 @@ def _wrong(terms: Sequence[Term], answer: str, source: str) -> str:
         for term, reward in rewards
         if reward.remedy
     ]
-    return f"answer = {shown(answer)}: can never be matched; {' and '.join(remedies)}"
+    return f"answer = {show(answer)}: can never be matched; {' and '.join(remedies)}"
 
 
 def _records(
@@ -145,7 +125,7 @@ def _records(
     graded_by: str = "",
     title: str = "",
 ) -> Records:
-    try:
+    with naming(key):
         return Records(
             sources,
             config.prompts,
@@ -154,16 +134,19 @@ def _records(
             section=section,
             title=title,
         )
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from None
+
+
+def open_sources(config: RunConfig) -> Sources:
+    """Opens all data, as engines take them; raises as `open_files` and `sources_of`."""
+    return sources_of(config, open_files(config), tokenizers.load(config.model.path))
 
 
 def sources_of(config: RunConfig, files: Files, tokenizer: "PreTrainedTokenizerBase") -> Sources:
-    """The prompts as engines take them.
+    """Returns the prompts as engines take them.
 
     Raises:
-        ConfigError: there is no chat template and one is asked for, or it ignores an argument; or
-            the job bounds media that its model or its engine cannot take.
+        ConfigError: a chat template is missing, or ignores an argument; or the job sets media
+            limits that its model or engine does not support.
     """
     settings = config.prompts
     recipe = read_recipe(config.model.path, settings.media)
@@ -185,7 +168,8 @@ def sources_of(config: RunConfig, files: Files, tokenizer: "PreTrainedTokenizerB
 
     train = source(files.train, config.seed)
     train.conversation.check_args("prompts.template_args", settings.template_args)
-    return Sources(train, {name: source(records, None) for name, records in files.heldout.items()})
+    heldout = {name: source(records, None) for name, records in files.heldout.items()}
+    return Sources(train, heldout, files.train_key)
 
 
 def _check_media(config: RunConfig, recipe: Recipe | None) -> None:
@@ -207,10 +191,10 @@ def check_sample(config: RunConfig, sources: Sources) -> list[str]:
     """Tokenizes some prompts, the longest texts among them.
 
     Returns:
-        Remarks for people: what is left out of the run, and what was not looked at.
+        Remarks for people: rows left out of the run, and rows not checked.
 
     Raises:
-        ConfigError: one is too long, or the chat template fails on it.
+        ConfigError: a prompt is too long, or the chat template fails on it.
     """
     every = sources.by_key
     chosen = {
@@ -219,14 +203,12 @@ def check_sample(config: RunConfig, sources: Sources) -> list[str]:
     }
     found = examine(sources, chosen)
     _check_system(config.prompts.system, sources.train)
-    bad = dict(found[sources.train_key].bad)
-    rows = [row for row in chosen[sources.train_key] if row not in bad]
-    records = [sources.train.records[row] for row in rows]
+    good = dict[str, list[int]]()
     for key, source in every.items():
         bad = dict(found[key].bad)
-        good = [row for row in chosen[key] if row not in bad]
+        good[key] = [row for row in chosen[key] if row not in bad]
         is_train = key == sources.train_key
-        _check_columns(config.prompts.columns, source.records, good, is_train=is_train)
+        _check_columns(config.prompts.columns, source.records, good[key], is_train=is_train)
     check_lengths(config, {key: each.longest for key, each in found.items()})
     for key, each in found.items():
         if len(each.bad) == every[key].num_rows:
@@ -237,13 +219,14 @@ def check_sample(config: RunConfig, sources: Sources) -> list[str]:
         for key, each in found.items()
         if each.bad
     ]
-    if answered := sum(_is_answered(record) for record in records):
+    train, rows = sources.train.records, good[sources.train_key]
+    if answered := sum(_is_answered(train[row]) for row in rows):
         said.append(
             f"{sources.train_key}: {answered:,} of {len(rows):,} prompts that were looked at end "
             "with what the assistant says, and the policy is asked behind it; remove it if it is "
             "the answer"
         )
-    rest = left_out(
+    rest = describe_left_out(
         list(chosen.values()), [source.records for source in every.values()], "prompts",
         "anything is sampled",
     )  # fmt: skip
@@ -263,18 +246,16 @@ def _check_system(system: str, source: PromptSource) -> None:
         )
 
 
-def _is_answered(record: Record) -> bool:
+def _is_answered(record: PromptRecord) -> bool:
     return isinstance(record.prompt, list) and record.prompt[-1]["role"] == "assistant"
 
 
 def _check_columns(job: Columns, records: Records, rows: Sequence[int], *, is_train: bool) -> None:
-    """A field that a row may lack, and that the job names, is there in one of them.
+    """Checks that an optional field named by the job occurs in at least one row.
 
     Args:
-        job: names of the whole job, which held-out rows may lack.
-        records: of the rows.
-        rows: to look at.
-        is_train: they are trained on.
+        job: names for the whole job, which held-out rows may lack.
+        is_train: whether they are trained on.
     """
     looked = dict[tuple[str, str], list[int]]()
     for row in rows:
@@ -289,9 +270,10 @@ def _check_columns(job: Columns, records: Records, rows: Sequence[int], *, is_tr
             columns, _ = records.columns(found[0])
             names = [columns.prompt, columns.answer, *records[found[0]].metadata]
             name = getattr(columns, key)
+            close = nearest(name, names)
             raise ConfigError(
                 f"{place} = {name!r}: none of the {len(found):,} rows that were looked at has it; "
-                f"the first has {', '.join(names)}{nearest(name, names)}"
+                f"the first has {', '.join(names)}{close and f'; {close}'}"
             )
 
 
@@ -301,32 +283,26 @@ def examine(
     """Tokenizes rows of every file.
 
     Args:
-        sources: the prompts.
-        rows: by the key that names the file.
         is_decoded: see `PromptSource.examine`.
 
     Returns:
-        What was found, by key.
+        The results, by key.
 
     Raises:
-        ConfigError: a row cannot be used, and may not be skipped.
+        ConfigError: a row is unusable, and may not be skipped.
     """
     found = {}
     for key, source in sources.by_key.items():
-        try:
+        with naming(key):
             found[key] = source.examine(rows[key], is_decoded=is_decoded)
-        except ConfigError as error:
-            raise ConfigError(f"{key}: {error}") from None
     return found
 
 
 def overlap_of(config: RunConfig, files: Files, most: int | None = None) -> Overlap:
-    """Looks for prompts that are in the data twice, and held-out ones that are trained on.
+    """Finds duplicate prompts, and held-out ones that are trained on.
 
     Args:
-        config: the run.
-        files: of it.
-        most: training prompts to look at; None is all.
+        most: training prompts to compare; None is all.
     """
     used = {
         name: (records, min(config.eval[name].num_prompts, len(records)))
@@ -336,10 +312,9 @@ def overlap_of(config: RunConfig, files: Files, most: int | None = None) -> Over
 
 
 def check_lengths(config: RunConfig, longest: Mapping[str, int]) -> None:
-    """A response as long as it may become still fits: trained on, and in the model's positions.
+    """Checks that a response of maximal length fits the trainer and the model's positions.
 
     Args:
-        config: the run.
         longest: tokens of the longest prompt by the key that names the file.
     """
     new, key = config.rollout.max_new_tokens, "rollout.max_new_tokens"
@@ -369,23 +344,18 @@ def check_lengths(config: RunConfig, longest: Mapping[str, int]) -> None:
         )
 
 
-class Limits(NamedTuple):
-    """The greatest lengths of a conversation, in tokens."""
-
+class LengthLimits(NamedTuple):
     trained: int
-    """Tokens if it is trained on."""
     sampled: int
-    """Tokens if it is only sampled."""
 
 
-def limits_of(config: RunConfig) -> Limits:
-    """Returns the lengths that trainer and model can take."""
+def limits_of(config: RunConfig) -> LengthLimits:
     positions = read_architecture(config.model.path).max_positions
-    return Limits(min(positions, *_budgets(config).values()), positions)
+    return LengthLimits(min(positions, *_budgets(config).values()), positions)
 
 
 def _budgets(config: RunConfig) -> dict[str, int]:
-    """Tokens of the longest row that each of those who read it takes, by section of the job."""
+    """Returns the row limit of each component that reads rows, by section of the job."""
     readers = [config.actor, config.reference_megatron]
     if config.critic:
         readers.append(config.critic.megatron(config.actor))

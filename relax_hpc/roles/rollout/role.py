@@ -1,16 +1,17 @@
-"""Rollout: keeps engines, samples with them, and is the producer of the bus."""
+"""Declares rollout: it keeps engines, samples with them, and is the producer of the bus."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from relax_hpc import schema
-from relax_hpc.comm.world import World
-from relax_hpc.config.run import OWN_UNDER_LEASE, RunConfig
-from relax_hpc.models.architecture import Architecture
-from relax_hpc.paths import RunPaths
+from relax_hpc.config.engines import OWN_UNDER_LEASE
+from relax_hpc.config.run import RunConfig
 from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.facts import Facts
 from relax_hpc.roles.role import Place, Role, Say
-from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.runtime.comm.world import World
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import EventWriter
 
 
 def _places(config: RunConfig) -> Sequence[Place]:
@@ -23,10 +24,10 @@ def _places(config: RunConfig) -> Sequence[Place]:
     return [replace(place, beside="actor", own_beside=OWN_UNDER_LEASE)]
 
 
-def _check(config: RunConfig, shape: Architecture, say: Say) -> RunConfig:
+def _check(config: RunConfig, facts: Facts, say: Say) -> RunConfig:
     from relax_hpc.roles.rollout import check
 
-    return check.check(config, shape, say)
+    return check.check(config, facts.shape, say)
 
 
 def _main(

@@ -1,49 +1,68 @@
-"""Groups that no batch will have, of which the trainer does not know yet.
+"""Tracks groups that no batch will have before the trainer knows it, and retires solved prompts.
 
-It skips them by the same rule. So what takes their place is sampled at once: the trainer may be
-busy, or, where the sides of a run are jobs of their own, not be there. Then tasks that have nothing
-to do tell each other which groups these are.
+Tasks apply the trainer's skip rule themselves, so replacements are sampled at once, even while the
+trainer is busy or, with separate sides, absent. Then idle tasks exchange their skips.
+
+Retirement does not change the order of prompts: a retired prompt's group is passed over. It follows
+from the plan's skips of groups a fixed number of guids before it, all judged by then. So a task
+decides the same before and after any restart.
 """
 
+import asyncio
 import time
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from relax_hpc.bus.credits import Credit
+from relax_hpc.algorithms.groups import Refill
+from relax_hpc.bus.credits import Credit, CreditTail
+from relax_hpc.bus.plan import AnyRecord, PlanTail, SkippedGroup
 from relax_hpc.bus.reader import BatchIndex
+from relax_hpc.bus.staleness import judging_span
 from relax_hpc.config.run import RunConfig
-from relax_hpc.fleet.seen import Seen
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import read_json, write_json
-from relax_hpc.roles.dealing.judging import judge_of, most_skipped
+from relax_hpc.roles.dealing.portions import judge_of, most_skipped
+from relax_hpc.roles.rollout.episodes import IsRetired
 from relax_hpc.roles.rollout.folders import Folders
+from relax_hpc.runtime.files.records import RecordCache, read_json, write_json
+from relax_hpc.runtime.paths import BusPaths, RunPaths
 from relax_hpc.schema import PromptGroup
 
 EXCHANGE_EVERY_S = 1.0
+CREDITS_EVERY_S = 1.0
+"""Interval of polling credits: shards to delete, groups to sample again, the end. Pacing follows
+the engine."""
+REFILLED_EVERY_S = 0.2
+"""The same if groups are refilled: a replacement waits for the credits."""
 
 
-class Skip(NamedTuple):
+def credits_of(config: RunConfig, paths: RunPaths) -> CreditTail:
+    return CreditTail(paths.bus, num_steps=config.num_steps, every_s=credits_every_s(config))
+
+
+def credits_every_s(config: RunConfig) -> float:
+    return REFILLED_EVERY_S if isinstance(config.algorithm.groups, Refill) else CREDITS_EVERY_S
+
+
+class GroupSkip(NamedTuple):
     """A committed group that teaches nothing."""
 
     guid: int
     producer: int
-    """Place in the header of the bus."""
+    """Index in the header of the bus."""
     seq: int
-    """Sequence number of the shard that it is in."""
+    """Sequence number of its shard."""
 
 
-Exchange = Callable[[Sequence[Skip]], Sequence[Skip]]
-"""Tells the other tasks of a run of skips of this one; returns those that they have told of."""
+Exchange = Callable[[Sequence[GroupSkip]], Sequence[GroupSkip]]
+"""Publishes this task's skips to the other tasks of a run; returns theirs."""
 
 
-class Skips:
+class TaskSkips:
     """The groups of this task that teach nothing, until the trainer knows of them.
 
     Args:
-        config: of the run.
-        folders: of the task.
-        exchange: with other tasks, while there is nothing to do; None: there are none, or the
-            trainer is there to say what they skip.
+        exchange: used while the task is idle; None: there are no other tasks, or the trainer is
+            there to report their skips.
     """
 
     def __init__(
@@ -52,10 +71,9 @@ class Skips:
         self._judge, self._most, self._folders = judge_of(config), most_skipped(config), folders
         self._exchange = None if self._judge is None else exchange
         self._guids = set[int]()
-        self._others: Sequence[Skip] = ()
+        self._others: Sequence[GroupSkip] = ()
 
     def judge(self, groups: Sequence[PromptGroup]) -> None:
-        """Takes groups that are finished, committed or not."""
         if self._judge is None or not groups:
             return
         verdicts = self._judge(BatchIndex.of([row for each in groups for row in each.trajectories]))
@@ -64,19 +82,18 @@ class Skips:
                 self._guids.add(group.guid)
 
     def take_back(self, guids: Iterable[int]) -> None:
-        """Forgets groups that are sampled again."""
         self._guids.difference_update(guids)
 
     def note(self, *, idle: bool) -> None:
-        """Takes whether the task has nothing to do; may be called as often as one likes."""
+        """Takes whether the task is idle; cheap to call."""
         if idle and self._exchange is not None:
             own = map(self._of, sorted(self._guids))
             self._others = self._exchange([skip for skip in own if skip is not None])
 
     def unknown_to(self, credit: Credit | None) -> list[int]:
-        """Guids of those that the trainer did not know when it wrote the credit, rising.
+        """Returns the guids that the trainer did not know when it wrote the credit, rising.
 
-        No more than may be skipped for one step: it is the trainer that ends such a run.
+        At most as many as may be skipped for one step: ending such a run is up to the trainer.
 
         Args:
             credit: the newest; None before the first trainer has started.
@@ -90,29 +107,23 @@ class Skips:
             others = [s for s in others if not credit.covers(s.guid, (s.producer, s.seq))]
         return sorted(self._guids | {skip.guid for skip in others})[: self._most]
 
-    def _of(self, guid: int) -> Skip | None:
+    def _of(self, guid: int) -> GroupSkip | None:
         place = self._folders.place_of(guid)
-        return None if place is None else Skip(guid, *place)
+        return None if place is None else GroupSkip(guid, *place)
 
 
-class Board:
-    """The records of all tasks in the run directory. Looked at now and then.
-
-    Args:
-        paths: of the run.
-        number: of the task.
-        size: tasks that there are.
-    """
+class SkipBoard:
+    """The records of all tasks in the run directory, polled at intervals."""
 
     def __init__(self, paths: RunPaths, number: int, size: int) -> None:
         self._record = paths.skips(number)
         self._names = [paths.skips(n).name for n in range(size) if n != number]
-        self._read = Seen(paths.control, lambda name: read_json(paths.control / name) or {})
-        self._told, self._found = list[Skip](), list[Skip]()
+        self._read = RecordCache(paths.control, lambda name: read_json(paths.control / name) or {})
+        self._told, self._found = list[GroupSkip](), list[GroupSkip]()
         self._next_look = 0.0
 
-    def __call__(self, own: Sequence[Skip]) -> Sequence[Skip]:
-        """The `Exchange`; what is told replaces what was."""
+    def __call__(self, own: Sequence[GroupSkip]) -> Sequence[GroupSkip]:
+        """Implements `Exchange`; each call replaces the task's record."""
         if time.monotonic() < self._next_look:
             return self._found
         self._next_look = time.monotonic() + EXCHANGE_EVERY_S
@@ -120,10 +131,95 @@ class Board:
             write_json(self._record, {"skips": own})
             self._told = list(own)
         records = self._read.get(*self._names)
-        self._found = [Skip(*skip) for record in records for skip in record.get("skips", ())]
+        self._found = [GroupSkip(*skip) for record in records for skip in record.get("skips", ())]
         return self._found
 
 
-def exchange_of(config: RunConfig, paths: RunPaths, number: int, size: int) -> Board | None:
-    """The exchange of a task, where the trainer may be away and there are others."""
-    return Board(paths, number, size) if config.launch.layout == "separate" and size > 1 else None
+def exchange_of(config: RunConfig, paths: RunPaths, number: int, size: int) -> SkipBoard | None:
+    """Returns the exchange of a task, if the trainer may be absent and there are other tasks."""
+    return (
+        SkipBoard(paths, number, size) if config.launch.layout == "separate" and size > 1 else None
+    )
+
+
+LOOK_EVERY_S = 1.0
+"""Interval of polls while waiting for judged groups."""
+
+
+class Retirement:
+    """Finds retired prompts from the plan; reads each record of the plan once.
+
+    Args:
+        span: guids that are decided together, by the skips before the previous span.
+    """
+
+    def __init__(self, paths: BusPaths, times: int, span: int) -> None:
+        self._span, self._solved = span, Solved(times)
+        self._credits = CreditTail(paths, every_s=LOOK_EVERY_S)
+        self._plan = PlanTail(paths, CreditTail(paths))
+        self._known_below = 0
+        self._finding: asyncio.Task[None] | None = None
+        """Continues when a caller is cancelled: a lost read would lose its records."""
+
+    async def __call__(self, guid: int, row: int) -> bool:
+        """Whether to pass over the group; waits until that is decided.
+
+        Raises:
+            BusError: the plan is damaged.
+        """
+        below = (guid // self._span - 1) * self._span
+        if below <= 0:
+            return False
+        while below > self._known_below:
+            if self._finding is None or self._finding.done():
+                self._finding = asyncio.create_task(self._find())
+            await asyncio.shield(self._finding)
+        return self._solved.is_retired(row, below)
+
+    async def _find(self) -> None:
+        """Reads the plan until the skips of more guids are known."""
+        while True:
+            credit = self._credits.latest()
+            judged = credit.judged_guid_below if credit else 0
+            found = None
+            if judged > self._known_below:
+                found = await asyncio.to_thread(self._plan.look)
+            if found is not None:  # else a trainer has just begun
+                self._solved.add(record for _, record in found)
+                self._known_below = judged
+                return
+            await asyncio.sleep(LOOK_EVERY_S)
+
+
+class Solved:
+    """Counts how often prompts were solved, and up to which guid."""
+
+    def __init__(self, times: int) -> None:
+        self._times = times
+        self._guids: dict[int, list[int]] = {}
+        """Row of the data -> the lowest guids of groups that solved its prompt, at most `times`."""
+
+    def add(self, records: Iterable[AnyRecord]) -> None:
+        for group in records:
+            if isinstance(group, SkippedGroup) and _is_solved(group):
+                guids = self._guids.setdefault(group.prompt, [])
+                insort(guids, group.guid)
+                del guids[self._times :]
+
+    def is_retired(self, row: int, below: int) -> bool:
+        """Whether a row of the data is retired by groups with guids below `below`."""
+        guids = self._guids.get(row, [])
+        return len(guids) == self._times and guids[-1] < below
+
+
+def _is_solved(group: SkippedGroup) -> bool:
+    return group.solved and not (group.retired or group.truncated)
+
+
+def retirement_of(config: RunConfig, paths: RunPaths) -> IsRetired | None:
+    """Returns the rule of the job; None if prompts are never retired."""
+    if not config.prompts.retire_after:
+        return None
+    schedule = config.schedule
+    span = judging_span(schedule.prompts_per_step, schedule.max_staleness)
+    return Retirement(paths.bus, config.prompts.retire_after, span)

@@ -1,51 +1,38 @@
-"""Responses that the end of a job breaks off: kept on the bus, and gone on with by the next task.
+"""Keeps responses that the end of a job interrupts on the bus, for the next task to continue.
 
-Kept are the tokens, with logprobs and policy versions, of every call of an episode: its record. An
-environment is run again from its start, and its calls are answered from the record until that ends.
+An episode's record has the tokens, logprobs and policy versions of every call. The environment is
+run again from its start, and its calls are answered from the record until that ends.
 """
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Collection
-from contextlib import suppress
-from fnmatch import fnmatch
 from functools import partial
-from pathlib import Path
+from typing import Self
 
 from relax_hpc.bus.durable import Space
 from relax_hpc.config.run import RunConfig
-from relax_hpc.environments.record import Record, break_off, record_of
+from relax_hpc.environments.record import EpisodeRecord, break_off, record_of
+from relax_hpc.environments.rewards.contract import Score
 from relax_hpc.errors import ConfigError
-from relax_hpc.media import recipe
-from relax_hpc.prompts import tokenizer
-from relax_hpc.records import read_bytes
-from relax_hpc.rewards.contract import Score
+from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.ending import Ending
 from relax_hpc.roles.idle import Idle
 from relax_hpc.roles.rollout.episodes import Episode, Grouper, rows_of, seed_of
-from relax_hpc.roles.rollout.folders import Folders
+from relax_hpc.roles.rollout.folders import MODEL, Folders, digests_of
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import EventWriter
 from relax_hpc.schema import PromptGroup
-from relax_hpc.storage import names, patiently
-from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.weights.pull_snapshot import NewestVersion
 
 log = logging.getLogger(__name__)
 
-MODEL = "model_digests"
-"""Attribute of a shard: digests of the files that tokens and their meaning follow from."""
-_READ = ("config.json", *tokenizer.READ, *recipe.READ)
-_WEIGHTS = "*.safetensors"
-_DIGITS = 16
-
 
 class AnnouncedEnd:
-    """The end of the job as a rollout task meets it: the loop's `End`.
+    """The job's announced end for a rollout task, and the groups to keep then.
 
     Args:
-        ending: as it is announced.
-        unfinished: of the task.
-        idle: is told whether there is nothing to do.
-        newest_version: of the weights that engines can have now.
+        newest_version: returns the newest weights available to engines.
     """
 
     def __init__(
@@ -59,7 +46,22 @@ class AnnouncedEnd:
         self._idle, self._newest_version = idle or Idle(None), newest_version
         self._is_kept = False
 
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        paths: RunPaths,
+        context: TaskContext,
+        number: int,
+        unfinished: "Unfinished",
+    ) -> Self:
+        """Returns the announced end for rollout task `number`."""
+        ending = Ending(paths, context.attempt, paths.keeps(context.attempt, number))
+        idle = Idle.of(config, paths, context)
+        return cls(ending, unfinished, idle, NewestVersion(config, paths))
+
     def begin(self, *, start: int) -> None:
+        """Takes up groups kept by an earlier task, from guid `start` on."""
         self._unfinished.recall(start=start)
         self._ending.will_save()
 
@@ -71,27 +73,27 @@ class AnnouncedEnd:
         return is_near
 
     def note(self, version: int | None, *, idle: bool) -> None:
+        """Takes whether the task is idle with engines that hold `version`."""
         # With newer weights there may be something to do.
         held = -1 if version is None else version
         self._idle.note(idle=idle and held >= 0 and held >= self._newest_version())
 
     def keep(self, guids: Collection[int]) -> None:
+        """Keeps the unfinished groups; called repeatedly while the end is near."""
         if not self._is_kept:
-            self._ending.saved(self._unfinished.keep(guids))
+            self._ending.note_saved(self._unfinished.keep(guids))
             self._is_kept = True
 
     def close(self) -> None:
-        self._ending.saved(0)
+        self._ending.note_saved(0)
 
 
 class Unfinished:
-    """The prompt groups of a rollout task that are begun and not finished.
+    """The begun and unfinished prompt groups of a rollout task.
 
     Args:
-        config: of the run.
-        grouper: has the prompts and records of those under way.
-        folders: of the task.
-        events: are told what is kept, and what is gone on with.
+        grouper: has the prompts and records of running groups.
+        events: record what is kept and what is continued.
     """
 
     def __init__(
@@ -105,10 +107,10 @@ class Unfinished:
         self._folders, self._events = folders, events
 
     def recall(self, *, start: int) -> None:
-        """Gives the grouper what an earlier task has kept, of ordinals from `start` on.
+        """Gives the grouper the groups kept by an earlier task, from guid `start` on.
 
         Raises:
-            ConfigError: a file of the model or its tokenizer is not the one it was sampled with.
+            ConfigError: a file of the model or its tokenizer has changed since.
         """
         found = {g: group for g, group in self._folders.partial.items() if g >= start}
         num_damaged = self._folders.num_damaged_tokens
@@ -129,10 +131,10 @@ class Unfinished:
             )
 
     def keep(self, guids: Collection[int]) -> int:
-        """Publishes what there is of some groups, which nobody is sampling any more.
+        """Publishes the partial results of some groups that are no longer sampled.
 
         Returns:
-            Groups of which there was something.
+            Number of groups with results.
         """
         begun = sorted(self._grouper.running.keys() & set(guids))
         num_lost = sum(map(self._break_off, begun))
@@ -161,13 +163,13 @@ class Unfinished:
         return self._config.rollout.samples_per_prompt
 
     def _break_off(self, guid: int) -> int:
-        """Makes a group one that can be gone on with; returns how many tokens that costs."""
+        """Prepares a group for being continued; returns how many tokens that loses."""
         if guid not in self._grouper.asked:  # it is still as it was kept before
             return 0
         return sum(map(break_off, self._grouper.running[guid]))
 
     def _num_held(self, guid: int) -> int:
-        """Counts what was sampled of a group that does not heed its end."""
+        """Counts the sampled tokens of a group that ignores cancellation."""
         records = self._grouper.running[guid]
         return sum(len(call.draft.token_ids) for record in records for call in record.calls)
 
@@ -195,36 +197,16 @@ class Unfinished:
             )
 
 
-def digests_of(model: Path) -> str:
-    """Digests of the files of a model from which tokens and their meaning follow, by name.
-
-    Of weights it is one of names and sizes: all of their bytes would be read at every start, and
-    what was sampled is of a policy that the trainer has made since.
-    """
-    found = dict[str, bytes]()
-    for name in sorted(_READ):
-        with suppress(FileNotFoundError):
-            found[name] = read_bytes(model / name)
-    weights = [model / name for name in names(model) if fnmatch(name, _WEIGHTS)]
-    sizes = [(path.name, patiently(path, path.stat).st_size) for path in weights]
-    found |= {_WEIGHTS: json.dumps(sizes).encode()} if sizes else {}
-    short = {name: hashlib.sha256(data).hexdigest()[:_DIGITS] for name, data in found.items()}
-    return json.dumps(short)
-
-
 def _difference(before: str, now: str) -> str:
-    """The names of the files that are others now, are gone, or were not there."""
     old, new = json.loads(before), json.loads(now)
     return ", ".join(sorted(n for n in old.keys() | new.keys() if old.get(n) != new.get(n)))
 
 
 def num_sampled(group: PromptGroup) -> int:
-    """Counts the tokens of a group that the policy sampled."""
     return sum(int(row.loss_mask.sum()) for row in group.trajectories)
 
 
-def _records(group: PromptGroup, siblings: int) -> list[Record]:
-    """The records of all siblings of a group."""
+def _records(group: PromptGroup, siblings: int) -> list[EpisodeRecord]:
     return [
         record_of([row for row in group.trajectories if row.sibling == sibling])
         for sibling in range(siblings)

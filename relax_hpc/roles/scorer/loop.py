@@ -1,110 +1,100 @@
-"""A role that scores: gives every committed shard a column of logprobs of an unchanging policy.
+"""Runs a scorer: gives every committed shard a column of logprobs of a fixed policy.
 
-What it writes are sidecars; the sequencer hands a prompt group out once they are there. Nothing is
-remembered outside the bus: what has a sidecar is done, everything else is owed.
+It writes sidecars; the sequencer plans a prompt group once they are there. Nothing is remembered
+outside the bus: shards with a sidecar are done, all others are owed.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from relax_hpc import heartbeat
-from relax_hpc.bus.plan import Part, Sidecar
+from relax_hpc.bus.plan import ShardRange, Sidecar
 from relax_hpc.bus.reader import Reader
-from relax_hpc.comm.world import World
-from relax_hpc.engines.training_engine import ScoringEngine
 from relax_hpc.roles.dealing.micro_batches import MicroBatches, own_rows
-from relax_hpc.roles.dealing.sight import Sight
+from relax_hpc.roles.dealing.sight import StepMedia
+from relax_hpc.roles.training.duties import Duties, Floats
+from relax_hpc.runtime import heartbeat
+from relax_hpc.runtime.comm.world import World
+from relax_hpc.runtime.telemetry.timers import Timers
 from relax_hpc.schema import Role, Trajectory
+from relax_hpc.trainer.training_engine import ScoringEngine
 
-Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
 
 class Round(NamedTuple):
-    """Whole shards that are scored together, and who scores what; rows count in their order."""
+    """Rows to score, or to learn from, dealt to ranks; they count in the order of the parts."""
 
     step: int
-    """Counts rounds, so that readers let go of the shards of the one before."""
-    parts: list[Part]
+    """Counts rounds or batches, so that readers close the shards of the previous one."""
+    parts: list[ShardRange]
+    """Whole shards, or those of a planned batch."""
     micro_batches: list[MicroBatches]
-    """Micro-batches per data-parallel rank; a row that is in none is not scored."""
+    """Micro-batches per data-parallel rank; rows in none are left out."""
     prompts: Mapping[int, Ints] = {}
-    """Prompt group -> tokens that its rows are scored behind, in place of their prompt."""
-
-    @property
-    def sidecars(self) -> Mapping[str, dict[Role, Sidecar]]:
-        """None is read."""
-        return {}
-
-
-class Duties(Protocol):
-    """A rank's work besides scoring: rank 0 follows the bus, deals and writes."""
-
-    def next_round(self) -> Round | None:
-        """Rank 0's counts: shards to score, perhaps none; None when nothing more will be trained.
-
-        Until there is something, or it is time that waiting ranks hear of rank 0, it waits.
-        """
-        ...
-
-    def put(self, scored: Sequence[Floats]) -> None:
-        """Takes the [tokens] of every row of the last round that was dealt out, in order."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class OtherRank:
-    """The duties of ranks besides rank 0."""
-
-    def next_round(self) -> None: ...
-    def put(self, scored: Sequence[Floats]) -> None: ...
-    def close(self) -> None: ...
+    """Prompt group -> tokens that replace the prompt when its rows are scored."""
+    sidecars: Mapping[str, dict[Role, Sidecar]] = {}
+    rewards: Floats | None = None
+    """[rows], the rewards that the algorithm compares, of a batch to learn from."""
 
 
 def run(
     world: World,
     scorer: ScoringEngine,
     reader: Reader,
-    duties: Duties,
-    sight: Sight,
+    duties: Duties[Round],
+    sight: StepMedia,
     columns: Sequence[str] = (),
 ) -> None:
-    """Scores what is committed, oldest first, until the trainer has finished.
+    """Scores committed shards, oldest first, until the trainer has finished.
 
-    Rank 0 decides who scores what; of each data-parallel replica one rank reads it.
+    Rank 0 deals out the rows.
 
     Args:
-        sight: of the shards.
-        columns: what to read besides tokens and media.
+        columns: to read besides tokens and media.
     """
     replica = world.split(scorer.dp_rank)
     sight.serve(scorer)
     columns = [*columns, *sight.columns]
-    while found := world.bcast(duties.next_round()):
-        own = own_rows(found.micro_batches[scorer.dp_rank])
-        reads = replica.rank == 0
-        rows = replica.bcast(reader.rows(found, own.rows, columns) if reads else None)
-        sight.note(found, own.rows, rows)
-        with heartbeat.phase("score"):
-            logprobs = scorer.forward_logprobs(seen(found.prompts, rows), own.micro_batches)
-        if found.prompts:
-            logprobs = [of_own(row, values) for row, values in zip(rows, logprobs, strict=True)]
-        mine = dict(zip(own.rows, logprobs, strict=True)) if reads else {}
-        merged = {row: values for part in world.allgather(mine) for row, values in part.items()}
-        duties.put([merged[row] for row in sorted(merged)])
+    while found := world.bcast(duties.next_task(0, Timers())):
+        duties.put(score(world, replica, scorer, reader, found, sight, columns))
 
 
-def seen(prompts: Mapping[int, Ints], rows: list[Trajectory]) -> list[Trajectory]:
-    """The rows behind the prompts of their groups, where these have others."""
+def score(
+    world: World,
+    replica: World,
+    scorer: ScoringEngine,
+    reader: Reader,
+    found: Round,
+    sight: StepMedia,
+    columns: Sequence[str] = (),
+) -> list[Floats]:
+    """Returns the [tokens] scores of all rows dealt out, in their order. Collective.
+
+    Args:
+        replica: ranks that get the same rows; one of them reads.
+    """
+    own = own_rows(found.micro_batches[scorer.dp_rank])
+    reads = replica.rank == 0
+    rows = replica.bcast(reader.rows(found, own.rows, columns) if reads else None)
+    sight.note(found, own.rows, rows)
+    with heartbeat.phase("score"):
+        scores = scorer.forward_logprobs(choose_seen(found.prompts, rows), own.micro_batches)
+    if found.prompts:
+        scores = [of_own(row, values) for row, values in zip(rows, scores, strict=True)]
+    mine = dict(zip(own.rows, scores, strict=True)) if reads else {}
+    merged = {row: values for part in world.allgather(mine) for row, values in part.items()}
+    return [merged[row] for row in sorted(merged)]
+
+
+def choose_seen(prompts: Mapping[int, Ints], rows: list[Trajectory]) -> list[Trajectory]:
     return [behind(prompts.get(row.guid), row) for row in rows] if prompts else rows
 
 
 def behind(prompt: Ints | None, row: Trajectory) -> Trajectory:
-    """The row with the same response behind another prompt; as it is without one."""
+    """Returns the row with the same response after another prompt; unchanged without one."""
     if prompt is None:
         return row
     given = np.zeros(len(prompt), row.loss_mask.dtype)
@@ -119,7 +109,7 @@ def behind(prompt: Ints | None, row: Trajectory) -> Trajectory:
 
 
 def of_own(row: Trajectory, scored: Floats) -> Floats:
-    """[tokens] of the row, of what was scored behind another prompt: 0 on its own prompt."""
+    """Returns [tokens] for the row, from scores after another prompt: 0 on its own prompt."""
     num = len(row.token_ids) - row.prompt_len
     if len(scored) == len(row.token_ids):
         return scored

@@ -1,14 +1,10 @@
-"""The reference as a component of its own: writes logprobs of what is committed to sidecars."""
+"""Declares the reference as a component: it writes logprobs of committed rows to sidecars."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from relax_hpc.comm.world import World
 from relax_hpc.config.run import RunConfig
-from relax_hpc.models.architecture import Architecture
-from relax_hpc.paths import RunPaths
-from relax_hpc.roles.context import TaskContext
-from relax_hpc.roles.role import Place, Role, Say
-from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.roles.facts import Facts
+from relax_hpc.roles.role import ModelRank, Place, Role, Say, main_of_rank
 
 
 def _places(config: RunConfig) -> Sequence[Place]:
@@ -18,26 +14,22 @@ def _places(config: RunConfig) -> Sequence[Place]:
     return [Place("reference", ranks, config.reference.resources, "reference")]
 
 
-def _check(config: RunConfig, shape: Architecture, _say: Say) -> None:
-    from relax_hpc.roles.scorer import check
+def _check(config: RunConfig, facts: Facts, _say: Say) -> None:
+    from relax_hpc.roles.training import check
 
-    check.check_reference(config, shape)
+    check.check_reference(config, facts)
 
 
-def _main(
-    config: RunConfig, paths: RunPaths, context: TaskContext, world: World | None,
-    events: EventWriter,
-) -> None:  # fmt: skip
+def _main() -> Callable[[ModelRank[RunConfig]], None]:
     from relax_hpc.roles.scorer import build
 
-    assert world is not None
-    build.main(config, build.of_reference(config), paths, world, context, events)
+    return lambda rank: build.main(rank, build.of_reference(rank.config))
 
 
 REFERENCE = Role(
     "reference",
     RunConfig,
-    _main,
+    main_of_rank(_main),
     _places,
     _check,
     is_one_world=True,

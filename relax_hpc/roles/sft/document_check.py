@@ -1,52 +1,51 @@
 """Checks that the documents of supervised fine-tuning can be trained on.
 
-Where the run is submitted every row is read, but only some are tokenized, unless the steps have to
-be counted; when it starts, the ranks tokenize all of them before the first step.
+Submission reads every row, but tokenizes only some, unless it has to count the steps. At the start
+the ranks tokenize all of them before the first step.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
-from relax_hpc.config.sft import SftRunConfig
+from relax_hpc.config.run import SftRunConfig
+from relax_hpc.data import tokenizer as tokenizers
+from relax_hpc.data.documents import Documents, count_steps, read_text
+from relax_hpc.data.rows import (
+    SAMPLE,
+    DataRows,
+    TaskShare,
+    describe_left_out,
+    naming,
+    open_rows,
+    sample,
+)
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.architecture import Architecture
-from relax_hpc.models.registry import read_architecture
-from relax_hpc.prompts.documents import Documents, count_steps, read_text
-from relax_hpc.prompts.files import open_rows
-from relax_hpc.prompts.rows import SAMPLE, Rows, left_out, sample
+from relax_hpc.trainer.models.architecture import Architecture
+from relax_hpc.trainer.models.registry import read_architecture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-T = TypeVar("T")
-
-
-class File(NamedTuple):
-    """A file of documents."""
-
+class DocumentFile(NamedTuple):
     key: str
     path: Path
-    rows: Rows
+    rows: DataRows
 
 
 def check(config: SftRunConfig, say: Callable[[str], None]) -> SftRunConfig:
-    """The documents can be trained on; how many steps their epochs are is counted."""
+    """Checks that the documents can be trained on; counts the steps of their epochs."""
     files = open_files(config)
     sizes = read(config, files)  # finds most mistakes, before a slow import
-    from relax_hpc.prompts.tokenizer import load
-
-    tokenizer = load(config.model.path)
-    steps, left_out = check_sample(config, files, sizes, tokenizer)
+    steps, left_out = check_sample(config, files, sizes, tokenizers.load(config.model.path))
     if left_out:
         say(left_out)
     return config.model_copy(update={"sft": config.sft.model_copy(update={"num_steps": steps})})
 
 
 def check_model(config: SftRunConfig, shape: Architecture) -> None:
-    """The model is one of text: documents have no media."""
+    """Checks that the model is a text model: documents have no media."""
     if shape.vision:
         raise ConfigError(
             f"model.path = {str(config.model.path)!r}: is of model_type {shape.model_type!r}, "
@@ -54,78 +53,76 @@ def check_model(config: SftRunConfig, shape: Architecture) -> None:
         )
 
 
-def open_files(config: SftRunConfig) -> list[File]:
-    """The files of a run, training documents first.
+def open_files(config: SftRunConfig) -> list[DocumentFile]:
+    """Opens the files of a run, training documents first.
 
     Raises:
         ConfigError: one cannot be read, or is empty.
     """
-    paths = {"train": config.sft.train, "heldout": config.sft.heldout}
-    return [
-        File(key, path, _named(key, partial(open_rows, path)))
-        for key, path in paths.items()
-        if path
-    ]
+    files = []
+    for key, path in {"sft.train": config.sft.train, "sft.heldout": config.sft.heldout}.items():
+        if path:
+            with naming(key):
+                files.append(DocumentFile(key, path, open_rows(path)))
+    return files
 
 
-def read(config: SftRunConfig, files: Sequence[File]) -> list[list[int]]:
+def read(config: SftRunConfig, files: Sequence[DocumentFile]) -> list[list[int]]:
     """Reads every row.
 
     Returns:
         Characters of each document, by file.
 
     Raises:
-        ConfigError: one is no document; names file and line.
+        ConfigError: a row is no document; names file and line.
     """
-    template = config.sft.chat_template
-
-    def sizes(rows: Rows) -> list[int]:
-        return [read_text(rows[n], chat_template=template).size for n in range(len(rows))]
-
-    return [_named(each.key, partial(sizes, each.rows)) for each in files]
+    sizes, template = [], config.sft.chat_template
+    for key, _, rows in files:
+        with naming(key):
+            texts = (read_text(rows[n], chat_template=template) for n in range(len(rows)))
+            sizes.append([text.size for text in texts])
+    return sizes
 
 
 def check_sample(
     config: SftRunConfig,
-    files: Sequence[File],
+    files: Sequence[DocumentFile],
     sizes: Sequence[Sequence[int]],
     tokenizer: "PreTrainedTokenizerBase",
 ) -> tuple[int, str | None]:
     """Tokenizes some documents, the longest among them; all, if the steps have to be counted.
 
     Args:
-        config: the run.
-        files: of it.
-        sizes: what `read` gave.
-        tokenizer: of the model.
+        sizes: of `read`.
 
     Returns:
-        Steps of the run; and what was left out, for people, None if that is nothing.
+        Steps of the run; and a remark on documents left out, None if there are none.
 
     Raises:
-        ConfigError: one cannot be trained on, or does not fit.
+        ConfigError: a document cannot be trained on, or does not fit.
     """
     counts = config.sft.tokens_per_step is not None and config.sft.epochs is not None
     chosen = [sample(each, len(each) if counts else SAMPLE) for each in sizes]
     lengths = _check(config, files, tokenizer, chosen)
     documents = Documents(files[0].path, tokenizer, config.sft, files[0].rows)
     steps = count_steps(config.sft, documents, lengths[0])
-    return steps, left_out(chosen, sizes, "documents", "anything is trained on")
+    return steps, describe_left_out(chosen, sizes, "documents", "anything is trained on")
 
 
 def check_share(
     config: SftRunConfig,
-    files: Sequence[File],
+    files: Sequence[DocumentFile],
     tokenizer: "PreTrainedTokenizerBase",
     rank: int,
     size: int,
 ) -> None:
-    """Tokenizes the documents that this one of the ranks has to look at; raises likewise."""
-    _check(config, files, tokenizer, [range(rank, len(each.rows), size) for each in files])
+    """Tokenizes this rank's share of the documents; raises as `check_sample`."""
+    share = TaskShare(rank, size)
+    _check(config, files, tokenizer, [share.rows(len(each.rows)) for each in files])
 
 
 def check_lengths(config: SftRunConfig, longest: int) -> None:
-    """The longest document fits a micro-batch, a step and the model's positions."""
+    """Checks that the longest document fits a micro-batch, a step and the model's positions."""
     budget, step = config.actor.tokens_per_micro_batch, config.sft.tokens_per_step
     if longest > budget:
         raise ConfigError(
@@ -147,22 +144,18 @@ def check_lengths(config: SftRunConfig, longest: int) -> None:
 
 def _check(
     config: SftRunConfig,
-    files: Sequence[File],
+    files: Sequence[DocumentFile],
     tokenizer: "PreTrainedTokenizerBase",
     chosen: Sequence[Sequence[int]],
 ) -> list[list[int]]:
-    """Tokens of the chosen documents of each file."""
-
-    def tokens(documents: Documents, indices: Sequence[int]) -> list[int]:
-        return [len(documents.document(index).token_ids) for index in indices]
-
     vocab_size = read_architecture(config.model.path).vocab_size
     lengths = []
-    for each, indices in zip(files, chosen, strict=True):
-        documents = Documents(each.path, tokenizer, config.sft, each.rows, vocab_size)
-        lengths.append(_named(each.key, partial(tokens, documents, indices)))
-        count = config.sft.heldout_documents if each.key == "heldout" else len(documents)
-        _named(each.key, partial(_check_left, config, documents, count))
+    for (key, path, rows), indices in zip(files, chosen, strict=True):
+        documents = Documents(path, tokenizer, config.sft, rows, vocab_size)
+        with naming(key):
+            lengths.append([len(documents.document(index).token_ids) for index in indices])
+            count = config.sft.heldout_documents if key == "sft.heldout" else len(documents)
+            _check_left(config, documents, count)
     check_lengths(config, max((length for each in lengths for length in each), default=0))
     return lengths
 
@@ -174,11 +167,3 @@ def _check_left(config: SftRunConfig, documents: Documents, count: int) -> None:
             f"sft.max_tokens = {config.sft.max_tokens} leaves no document a token of the "
             "assistant; raise it"
         )
-
-
-def _named(key: str, read: Callable[[], T]) -> T:
-    """Returns what `read` makes of a file; mistakes are reported under its key."""
-    try:
-        return read()
-    except ConfigError as error:
-        raise ConfigError(f"sft.{key}: {error}") from None

@@ -1,29 +1,25 @@
-"""The actor of a supervised fine-tuning: documents in, a model out; there are no engines."""
+"""Runs the actor of supervised fine-tuning: documents in, a model out, without engines."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from relax_hpc.algorithms.composition import Objective
-from relax_hpc.algorithms.sft import cross_entropy
-from relax_hpc.comm.world import World
-from relax_hpc.config.sft import SftRunConfig
-from relax_hpc.engines.training_engine import ScoringEngine, TrainingEngine
+from relax_hpc.algorithms.composition import Objective, cross_entropy
+from relax_hpc.config.run import SftRunConfig
 from relax_hpc.roles.dealing.micro_batches import MicroBatches
-from relax_hpc.roles.training.steps import NoLog, StepLog, stop_or_go_on
+from relax_hpc.roles.training.duties import Duties, stop_or_go_on
+from relax_hpc.runtime.comm.world import World
+from relax_hpc.runtime.telemetry.timers import Timers
 from relax_hpc.schema import Row
-from relax_hpc.telemetry.timers import Timers
+from relax_hpc.trainer.training_engine import ScoringEngine, TrainingEngine
 
 
-class Share(NamedTuple):
-    """One data-parallel rank's part of a batch."""
-
+class RankBatch(NamedTuple):
     rows: Sequence[Row]
     micro_batches: MicroBatches
-    """Indices into `rows`."""
 
 
 class HeldoutLoss(NamedTuple):
@@ -33,31 +29,17 @@ class HeldoutLoss(NamedTuple):
     num_tokens: int
 
 
-class Duties(StepLog, Protocol):
-    """A rank's work besides training: rank 0 reads documents, notes, and writes the model."""
+class SftDuties(Duties[list[RankBatch]]):
+    """A rank's work besides training; a task is the share of every data-parallel rank."""
 
-    def next_batch(self) -> list[Share] | None:
-        """Rank 0's counts: what every data-parallel rank trains."""
-        ...
+    def heldout(self) -> list[RankBatch] | None:
+        """Returns the held-out share of every data-parallel rank, as rank 0 decides."""
+        return None
 
-    def heldout(self) -> list[Share] | None:
-        """Rank 0's counts: what every data-parallel rank measures."""
-        ...
+    def note_heldout(self, step: int, heldout: HeldoutLoss) -> None: ...
 
-    def measured(self, step: int, heldout: HeldoutLoss) -> None: ...
     def export(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Iterates to the end: gathering needs every rank."""
-        ...
-
-
-class OtherRank(NoLog):
-    """The duties of ranks besides rank 0."""
-
-    def next_batch(self) -> None: ...
-    def heldout(self) -> None: ...
-    def measured(self, step: int, heldout: HeldoutLoss) -> None: ...
-
-    def export(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         for _ in tensors:
             pass
 
@@ -66,18 +48,18 @@ def run(
     config: SftRunConfig,
     world: World,
     trainer: TrainingEngine,
-    duties: Duties,
+    duties: SftDuties,
     save: Callable[[], None],
     stop: Callable[[], None],
 ) -> None:
-    """Trains until `num_steps`, and exports the model; rank 0 reads, and deals out.
+    """Trains until `num_steps`, and exports the model; rank 0 reads and deals out.
 
     Args:
-        save: called after every step; saves when it is time to.
+        save: called after every step; saves if a save is due.
         stop: called before every step; saves and waits if the job is about to end.
     """
     objective = Objective(cross_entropy, reads_old=False)
-    heldout: Share = world.bcast(duties.heldout())[trainer.dp_rank]
+    heldout: RankBatch = world.bcast(duties.heldout())[trainer.dp_rank]
     if trainer.step == 0:
         _measure(world, trainer, heldout, duties)
     while trainer.step < config.num_steps:
@@ -86,7 +68,7 @@ def run(
         timers = Timers(step)
         last = step == config.num_steps
         with timers("read"):
-            share: Share = world.bcast(duties.next_batch())[trainer.dp_rank]
+            share: RankBatch = world.bcast(duties.next_task(step, timers))[trainer.dp_rank]
         with timers.phase("train"):
             trainer.accumulate(share.rows, share.micro_batches, objective, last=True)
             stats = trainer.update()
@@ -97,10 +79,10 @@ def run(
         with timers("save"):
             save()
         duties.end_step(step, stats | trainer.costs, timers)
-    duties.export(trainer.named_weights())
+    duties.export(trainer.stream_weights())
 
 
-def heldout_loss(world: World, trainer: ScoringEngine, share: Share) -> HeldoutLoss:
+def heldout_loss(world: World, trainer: ScoringEngine, share: RankBatch) -> HeldoutLoss:
     """Measures the loss of the documents in all ranks' shares; the same on every rank."""
     found = trainer.forward_logprobs(share.rows, share.micro_batches)
     mine = {}
@@ -113,10 +95,10 @@ def heldout_loss(world: World, trainer: ScoringEngine, share: Share) -> HeldoutL
     return HeldoutLoss(math.fsum(nll for nll, _ in every.values()) / num_tokens, num_tokens)
 
 
-def _measure(world: World, trainer: TrainingEngine, share: Share, duties: Duties) -> None:
+def _measure(world: World, trainer: TrainingEngine, share: RankBatch, duties: SftDuties) -> None:
     if not share.rows and not share.micro_batches:
         return  # on no rank: there are no held-out documents
-    duties.measured(trainer.step, heldout_loss(world, trainer, share))
+    duties.note_heldout(trainer.step, heldout_loss(world, trainer, share))
 
 
 def _is_due(step: int, every: int) -> bool:

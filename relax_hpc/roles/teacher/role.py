@@ -1,16 +1,12 @@
-"""The teachers: each writes logprobs of the prompts that it teaches to sidecars of its own."""
+"""Declares the teachers: each writes logprobs of the prompts that it teaches to its sidecars."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from relax_hpc.comm.world import World
+from relax_hpc.config.actor import columns_by_teacher, component_of
 from relax_hpc.config.run import RunConfig
-from relax_hpc.config.teachers import columns_by_teacher, component_of
-from relax_hpc.models.architecture import Architecture
-from relax_hpc.paths import RunPaths
-from relax_hpc.roles.context import TaskContext
-from relax_hpc.roles.role import Place, Role, Say
+from relax_hpc.roles.facts import Facts
+from relax_hpc.roles.role import ModelRank, Place, Role, Say, main_of_rank
 from relax_hpc.schema import COLUMNS
-from relax_hpc.telemetry.events import EventWriter
 
 
 def _places(config: RunConfig) -> Sequence[Place]:
@@ -28,29 +24,36 @@ def _places(config: RunConfig) -> Sequence[Place]:
     ]
 
 
-def _check(config: RunConfig, shape: Architecture, _say: Say) -> None:
-    from relax_hpc.roles.teacher import check
+def _check(config: RunConfig, facts: Facts, _say: Say) -> None:
+    from relax_hpc.roles.training import check
 
-    check.check_teachers(config, shape)
+    check.check_teachers(config, facts)
 
 
-def _main(
-    config: RunConfig, paths: RunPaths, context: TaskContext, world: World | None,
-    events: EventWriter,
-) -> None:  # fmt: skip
+def _main() -> Callable[[ModelRank[RunConfig]], None]:
     from relax_hpc.roles.scorer import build
-    from relax_hpc.roles.teacher.scoring import scoring_of
+    from relax_hpc.roles.teacher.prompts import make_privileged_prompts
+    from relax_hpc.roles.teacher.routing import taught_by
 
-    assert world is not None
-    name = next(name for name in config.teachers if component_of(name) == context.component)
-    scoring = scoring_of(config, name)
-    build.main(config, scoring, paths, world, context, events)
+    def main(rank: ModelRank[RunConfig]) -> None:
+        config, component = rank.config, rank.context.component
+        name = next(name for name in config.teachers if component_of(name) == component)
+        teacher, prompts = config.teachers[name], make_privileged_prompts(config, name)
+        scoring = build.Scoring(
+            teacher.model(config.model),
+            teacher.megatron(config.actor, name),
+            columns_by_teacher(config.teachers)[name],
+            build.ScoringView(taught_by(config, name), prompts.__getitem__ if prompts else None),
+        )
+        build.main(rank, scoring)
+
+    return main
 
 
 TEACHER = Role(
     "teacher",
     RunConfig,
-    _main,
+    main_of_rank(_main),
     _places,
     _check,
     is_one_world=True,

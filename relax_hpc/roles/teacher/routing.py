@@ -1,4 +1,4 @@
-"""Which teacher has which rows: by the source of a prompt, which its ordinal tells."""
+"""Routes rows to teachers by the source of a prompt, which follows from its guid."""
 
 from collections.abc import Callable, Collection
 from functools import reduce
@@ -7,16 +7,16 @@ import numpy as np
 import numpy.typing as npt
 
 from relax_hpc.config.run import RunConfig
-from relax_hpc.prompts.order import Mixture
+from relax_hpc.data.order import Mixture
 from relax_hpc.schema import Trajectory
 
 Scores = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.bool_]]
 
 
 def taught_by(config: RunConfig, name: str) -> Scores:
-    """Returns what says whether a teacher has the prompts of these ordinals.
+    """Returns a function that tells whether a teacher has the prompts of given guids.
 
-    The sources take turns by the run's seed alone (`prompts.order`), so no row has to be read.
+    The sources take turns by the run's seed alone (`data.order`), so no row has to be read.
     """
     every, own = config.prompts.mixture, set(config.teachers[name].sources)
     if own in (set(), set(every)):
@@ -27,11 +27,11 @@ def taught_by(config: RunConfig, name: str) -> Scores:
 
 
 def of_its_teacher(row: Trajectory, columns: Collection[str]) -> Trajectory:
-    """The row with one column `teacher_logprobs`, of the teacher that had it.
+    """Returns the row with one column `teacher_logprobs`, from the teacher that scored it.
 
     Args:
-        row: with the columns of all teachers; of the others' the values are nan.
-        columns: of the teachers, as the schema calls them.
+        row: with the columns of all teachers; other teachers' values are nan.
+        columns: of the teachers, by their names in the schema.
     """
     names = [name.split("/")[1] for name in columns]
     if len(names) < 2:

@@ -1,22 +1,21 @@
-"""GPU memory of who trains or computes logprobs: told before a job, and explained where it ends."""
+"""Reports a trainer's or scorer's GPU memory before a job, and explains out-of-memory errors."""
 
 import re
 
 from relax_hpc.config.run import JobConfig, RunConfig
-from relax_hpc.engines.megatron.optimizer import memory
 from relax_hpc.errors import GpuMemoryError, first_line
-from relax_hpc.models.architecture import Architecture
 from relax_hpc.roles.role import Say
+from relax_hpc.trainer.megatron import fit
+from relax_hpc.trainer.models.architecture import Architecture
 
 _TRAINED = ("actor", "critic")
-"""Components with gradients and an optimizer."""
 _OF_NCCL = re.compile(r"out of memory|Failed to CUDA \w*alloc", re.IGNORECASE)
 
 
 def tell(config: JobConfig, shape: Architecture, say: Say) -> None:
-    """Says how much of a GPU the actor keeps, and what it does not count."""
+    """Reports how much of a GPU the actor keeps, and what that does not include."""
     actor = config.actor
-    found = memory.held(
+    found = fit.count_held(
         actor, actor.optimizer, shape, config.model.dtype, frozen=actor.frozen, lora=actor.lora
     )
     if found is None or not actor.resources.gpus_per_node:
@@ -32,8 +31,8 @@ def tell(config: JobConfig, shape: Architecture, say: Say) -> None:
     say(line)
 
 
-def explained(error: Exception, config: JobConfig, component: str) -> GpuMemoryError | None:
-    """Returns what to do about an error, if it is that of a GPU without room."""
+def explain(error: Exception, config: JobConfig, component: str) -> GpuMemoryError | None:
+    """Returns an error with remedies, if `error` means that a GPU is out of memory."""
     name, said = type(error).__name__, str(error)
     if name == "DistBackendError" and (found := _OF_NCCL.search(said)):
         what = "NCCL: " + said[found.start() :].splitlines()[0]
@@ -43,12 +42,12 @@ def explained(error: Exception, config: JobConfig, component: str) -> GpuMemoryE
         return None
     return GpuMemoryError(
         f"a GPU of {component} is full; use {', or '.join(_remedies(config, component))} "
-        f"(docs/trainer.md, Memory of a GPU): {what}"
+        f"(docs/explanation/trainer.md, Memory of a GPU): {what}"
     )
 
 
 def _remedies(config: JobConfig, component: str) -> list[str]:
-    """Lists what takes less and is not done yet, first what costs least."""
+    """Lists unused options that save memory, cheapest first."""
     actor, found = config.actor, list[str]()
     trains = component in _TRAINED
     if trains and actor.optimizer.moments == "float32":

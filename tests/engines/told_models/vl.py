@@ -1,6 +1,6 @@
 """Runs inside SGLang: a line of its log for every image and video that a tower encodes."""
 
-from relax_hpc.engines.sglang.models import vl
+from relax_hpc.inference.sglang.models import vl
 
 
 class Qwen3VLMoeForConditionalGeneration(vl.Qwen3VLMoeForConditionalGeneration):

@@ -93,6 +93,49 @@ def pack(batch, rows=None, *, garbage=False, padding=2):
     )
 
 
+def tokens_of(columns, logprobs=None, ids=None, mask=None):
+    """Tokens end to end with these columns: all trained, of one sequence, unless that is given."""
+    some = next(iter(columns.values()))
+    ids = torch.zeros(len(some), dtype=torch.int64) if ids is None else ids
+    mask = torch.ones(len(some), dtype=torch.bool) if mask is None else mask
+    groups = torch.zeros(int(ids.max()) + 1, dtype=torch.int64)
+    return Packed(mask, ids, groups, columns, some if logprobs is None else logprobs, ())
+
+
+LOGITS = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64)
+REFERENCE = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+STALE = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+
+
+def expected_gradient(costs, sampler, reference=REFERENCE):
+    """Gradient of the logits over all four tokens, weighed by who samples them.
+
+    `costs` is a function of their logprobs, and the tokens; reference and teacher are one.
+    """
+    logits = LOGITS.clone().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    mu = logprobs.exp().detach() if sampler == "policy" else STALE
+    columns = {"rollout_logprobs": mu.log(), "advantages": torch.zeros(4)}
+    columns |= dict.fromkeys(("ref_logprobs", "teacher_logprobs"), reference.log())
+    (mu * costs(logprobs, tokens_of(columns, logprobs))).sum().backward()
+    return logits.grad
+
+
+def divergence_gradient(forward=False):
+    """Gradient of KL(pi || reference), or of the other way round."""
+    logits = LOGITS.clone().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    gap = logprobs - REFERENCE.log()
+    (-(REFERENCE * gap).sum() if forward else (logprobs.exp() * gap).sum()).backward()
+    return logits.grad
+
+
+def slopes(total, at, step=1e-6):
+    """Finite differences of a sum by each of the numbers that it is of."""
+    moves = step * torch.eye(len(at), dtype=at.dtype)
+    return [(total(at + move) - total(at - move)) / (2 * step) for move in moves]
+
+
 def padded(packed, values, like):
     """[B, L] of packed values on trained tokens, 0 elsewhere."""
     result = np.zeros(like.mask.shape)

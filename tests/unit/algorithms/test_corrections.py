@@ -6,7 +6,7 @@ import numpy as np
 import padded as second
 import pytest
 import torch
-from batches import pack, padded, random_batch
+from batches import pack, padded, random_batch, tokens_of
 
 from relax_hpc.algorithms.corrections.icepop import IcepopCorrection
 from relax_hpc.algorithms.corrections.none import NoCorrection
@@ -75,22 +75,13 @@ def test_neither_micro_batches_nor_the_order_of_rows_matter(part):
 
 def one(part, ratios, worth=1.0):
     """(weights, metrics) of the tokens of one sequence with these pi_old / mu."""
-    tokens = pack(random_batch(0), [], padding=len(ratios))
     zeros = torch.zeros(len(ratios)).double()
     columns = {
         "old_logprobs": torch.tensor(ratios, dtype=torch.float64).log() - 3,
         "rollout_logprobs": zeros - 3,
         "advantages": zeros + worth,
     }
-    tokens = tokens.__class__(
-        torch.ones(len(ratios), dtype=torch.bool),
-        tokens.sequence_ids,
-        tokens.groups,
-        columns,
-        zeros,
-        (),
-    )
-    output = part.of_tokens(tokens)
+    output = part.of_tokens(tokens_of(columns))
     return output.weights.tolist(), {key: value.tolist() for key, value in output.metrics.items()}
 
 

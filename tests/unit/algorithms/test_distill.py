@@ -5,16 +5,22 @@ import math
 import numpy as np
 import pytest
 import torch
-from batches import alone, on_ranks, pack, padded, random_batch
+from batches import (
+    alone,
+    divergence_gradient,
+    expected_gradient,
+    on_ranks,
+    pack,
+    padded,
+    random_batch,
+    slopes,
+)
 
 from relax_hpc.algorithms.algorithm import algorithm_of
 from relax_hpc.algorithms.composition import objective_of
 from relax_hpc.algorithms.distill import Distill
 from relax_hpc.algorithms.presets import PRESETS
 
-LOGITS = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64)
-TEACHER = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
-STALE = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
 PLAIN = {"loss": {"name": "policy_gradient"}}
 
 
@@ -48,43 +54,24 @@ def test_a_token_that_the_teacher_finds_twice_as_likely_is_worth_log_2():
     assert cost.metrics["distill/kl"][tokens.loss_mask] == pytest.approx(-math.log(2))
 
 
-def expected_gradient(name, sampler):
-    """Of the logits over all four tokens, weighed by who samples them."""
-    logits = LOGITS.clone().requires_grad_()
-    logprobs = logits.log_softmax(0)
-    mu = logprobs.exp().detach() if sampler == "policy" else STALE
-    tokens = pack(random_batch(0), [], padding=4).with_columns(
-        teacher_logprobs=TEACHER.log(), rollout_logprobs=mu.log(), advantages=torch.zeros(4)
-    )
-    ids = torch.zeros(4, dtype=torch.int64)
-    tokens = tokens.__class__(
-        torch.ones(4, dtype=torch.bool), ids, ids[:1], tokens.columns, logprobs, ()
-    )
+def costs_of(name):
+    """What each token costs by a part of a job with teachers."""
     part = Distill(name=name)
-    costs = (
-        part.of_tokens(logprobs, tokens).loss
-        if name == "loss"
-        else -part.with_advantages(tokens).columns["advantages"] * logprobs
-    )
-    (mu * costs).sum().backward()
-    return logits.grad
-
-
-def divergence_gradient():
-    logits = LOGITS.clone().requires_grad_()
-    logprobs = logits.log_softmax(0)
-    (logprobs.exp() * (logprobs - TEACHER.log())).sum().backward()
-    return logits.grad
+    if name == "loss":
+        return lambda logprobs, tokens: part.of_tokens(logprobs, tokens).loss
+    return lambda logprobs, tokens: -part.with_advantages(tokens).columns["advantages"] * logprobs
 
 
 def test_both_have_the_gradient_of_the_reverse_divergence_if_the_policy_sampled():
     for name in ("advantage", "loss"):
-        torch.testing.assert_close(expected_gradient(name, "policy"), divergence_gradient())
+        torch.testing.assert_close(
+            expected_gradient(costs_of(name), "policy"), divergence_gradient()
+        )
 
 
 def test_under_lag_the_loss_still_has_it():
-    torch.testing.assert_close(expected_gradient("loss", "older"), divergence_gradient())
-    error = expected_gradient("advantage", "older") - divergence_gradient()
+    torch.testing.assert_close(expected_gradient(costs_of("loss"), "older"), divergence_gradient())
+    error = expected_gradient(costs_of("advantage"), "older") - divergence_gradient()
     assert error.norm() > 0.1 * divergence_gradient().norm()
 
 
@@ -129,12 +116,8 @@ def test_the_slope_is_that_of_finite_differences():
     part = Distill(name="loss")
     logprobs = tokens.logprobs.clone().requires_grad_()
     part.of_tokens(logprobs, tokens).loss.sum().backward()
-    for at in range(len(logprobs)):
-        ends = [tokens.logprobs.clone(), tokens.logprobs.clone()]
-        ends[0][at] += 1e-6
-        ends[1][at] -= 1e-6
-        up, down = (part.of_tokens(end, tokens).loss.sum().item() for end in ends)
-        assert logprobs.grad[at].item() == pytest.approx((up - down) / 2e-6, abs=1e-6)
+    found = slopes(lambda at: part.of_tokens(at, tokens).loss.sum().item(), tokens.logprobs)
+    assert logprobs.grad.tolist() == pytest.approx(found, abs=1e-6)
 
 
 def test_rewards_are_whitened_without_the_teacher():

@@ -5,7 +5,19 @@ import math
 import numpy as np
 import pytest
 import torch
-from batches import Packed, alone, pack, padded, random_batch
+from batches import (
+    LOGITS,
+    REFERENCE,
+    STALE,
+    alone,
+    divergence_gradient,
+    expected_gradient,
+    pack,
+    padded,
+    random_batch,
+    slopes,
+    tokens_of,
+)
 
 from relax_hpc.algorithms.algorithm import algorithm_of
 from relax_hpc.algorithms.composition import objective_of
@@ -14,64 +26,41 @@ from relax_hpc.algorithms.kl import Kl
 from relax_hpc.algorithms.segments import rest_over
 
 ESTIMATORS = ["k1", "k2", "k3", "rk3"]
-LOGITS = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64)
-REFERENCE = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
-STALE = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
 
 
 def kl_of(name, place="reward", coefficient=1.0):
     return Kl(name=name, place=place, coefficient=coefficient)
 
 
-def expected_gradient(name, sampler, reference=REFERENCE):
-    """Over all four tokens, weighed by who samples them: gradient with respect to the logits."""
-    logits = LOGITS.clone().requires_grad_()
-    logprobs = logits.log_softmax(0)
-    mu = logprobs.exp().detach() if sampler == "policy" else STALE
-    tokens = pack(random_batch(0), [], padding=4)
-    tokens = tokens.__class__(
-        torch.ones(4, dtype=torch.bool),
-        tokens.sequence_ids,
-        tokens.groups,
-        {"ref_logprobs": reference.log(), "rollout_logprobs": mu.log()},
-        logprobs,
-        (),
-    )
-    (mu * kl_of(name).of_tokens(logprobs, tokens).loss).sum().backward()
-    return logits.grad
+def gradient_of(name, sampler, reference=REFERENCE):
+    def costs(logprobs, tokens):
+        return kl_of(name).of_tokens(logprobs, tokens).loss
 
-
-def divergence_gradient(forward=False):
-    """Gradient of KL(pi || reference), or of the other way round."""
-    logits = LOGITS.clone().requires_grad_()
-    logprobs = logits.log_softmax(0)
-    gap = logprobs - REFERENCE.log()
-    (-(REFERENCE * gap).sum() if forward else (logprobs.exp() * gap).sum()).backward()
-    return logits.grad
+    return expected_gradient(costs, sampler, reference)
 
 
 def test_rk3_has_the_divergences_gradient_whoever_sampled():
     for sampler in ("policy", "older"):
-        torch.testing.assert_close(expected_gradient("rk3", sampler), divergence_gradient())
+        torch.testing.assert_close(gradient_of("rk3", sampler), divergence_gradient())
 
 
 def test_k2_has_the_divergences_gradient_if_the_policy_sampled():
-    torch.testing.assert_close(expected_gradient("k2", "policy"), divergence_gradient())
-    error = expected_gradient("k2", "older") - divergence_gradient()
+    torch.testing.assert_close(gradient_of("k2", "policy"), divergence_gradient())
+    error = gradient_of("k2", "older") - divergence_gradient()
     assert error.norm() > 0.3 * divergence_gradient().norm()
 
 
 def test_k3_has_the_gradient_of_the_opposite_divergence():
-    torch.testing.assert_close(expected_gradient("k3", "policy"), divergence_gradient(forward=True))
+    torch.testing.assert_close(gradient_of("k3", "policy"), divergence_gradient(forward=True))
     for sampler in ("policy", "older"):
-        error = expected_gradient("k3", sampler) - divergence_gradient()
+        error = gradient_of("k3", sampler) - divergence_gradient()
         assert error.norm() > 0.1 * divergence_gradient().norm()
 
 
 def test_k1_has_no_gradient_towards_the_reference():
-    torch.testing.assert_close(expected_gradient("k1", "policy"), torch.zeros(4).double())
-    elsewhere = expected_gradient("k1", "older", STALE)
-    torch.testing.assert_close(expected_gradient("k1", "older"), elsewhere)
+    torch.testing.assert_close(gradient_of("k1", "policy"), torch.zeros(4).double())
+    elsewhere = gradient_of("k1", "older", STALE)
+    torch.testing.assert_close(gradient_of("k1", "older"), elsewhere)
 
 
 def test_the_default_is_the_estimator_that_is_right_under_lag():
@@ -79,16 +68,15 @@ def test_the_default_is_the_estimator_that_is_right_under_lag():
 
 
 def gradient_in_the_reward(name, policy, reference):
-    """As `expected_gradient`, of a policy gradient whose advantage is less the divergence."""
+    """As `gradient_of`, of a policy gradient whose advantage is less the divergence."""
     logits = policy.log().requires_grad_()
     logprobs = logits.log_softmax(0)
     ids = torch.arange(len(policy))  # a sequence of one token each
-    mu = {"ref_logprobs": reference.log(), "rollout_logprobs": policy.log()}
-    tokens = Packed(ids >= 0, ids, ids, mu, logprobs, ())
-    tokens = tokens.with_columns(
-        advantages=torch.zeros_like(policy), old_logprobs=logprobs.detach()
-    )
-    (told,) = kl_of(name).prepare([tokens], alone)
+    columns = {
+        "ref_logprobs": reference.log(), "rollout_logprobs": policy.log(),
+        "old_logprobs": logprobs.detach(), "advantages": torch.zeros_like(policy),
+    }  # fmt: skip
+    (told,) = kl_of(name).prepare([tokens_of(columns, logprobs, ids)], alone)
     (-policy * told.columns["advantages"] * logprobs).sum().backward()
     return logits.grad
 
@@ -111,14 +99,12 @@ def test_in_the_reward_k1_alone_has_the_divergences_gradient():
 def test_in_the_reward_of_a_job_without_a_name_it_is_k1():
     """pi 1/2 and 1/4, pi_ref 1/4 and 1/2: log 2 - log 2 from the first token on, -log 2 then."""
     algorithm = algorithm_of(kl={"place": "reward", "coefficient": 0.5})
-    two = torch.zeros(2, dtype=torch.int64)
     old, ref = torch.tensor([0.5, 0.25]).log(), torch.tensor([0.25, 0.5]).log()
     columns = {
         "old_logprobs": old, "rollout_logprobs": old, "ref_logprobs": ref,
         "advantages": torch.ones(2),
     }  # fmt: skip
-    tokens = Packed(two == 0, two, torch.zeros(1, dtype=torch.int64), columns, old, ())
-    (told,) = objective_of(algorithm).prepare([tokens], alone)
+    (told,) = objective_of(algorithm).prepare([tokens_of(columns)], alone)
     expected = [1, 1 + 0.5 * math.log(2)]
     assert told.columns["advantages"].tolist() == pytest.approx(expected, abs=1e-6)
 
@@ -150,14 +136,11 @@ def test_its_gradient_is_that_of_finite_differences_and_garbage_is_inert(name):
         costs = kl_of(name).of_tokens(logprobs, tokens).loss
         assert costs.isfinite().all()
         costs.sum().backward()
-        step = 1e-6
-        for at in range(len(logprobs)):
-            ends = [tokens.logprobs.clone(), tokens.logprobs.clone()]
-            ends[0][at] += step
-            ends[1][at] -= step
-            up, down = (kl_of(name).of_tokens(end, tokens).loss.sum().item() for end in ends)
-            slope = (up - down) / (2 * step)
-            assert logprobs.grad[at].item() == pytest.approx(slope, abs=1e-6)
+
+        def total(at, tokens=tokens):
+            return kl_of(name).of_tokens(at, tokens).loss.sum().item()
+
+        assert logprobs.grad.tolist() == pytest.approx(slopes(total, tokens.logprobs), abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -167,10 +150,9 @@ def test_its_gradient_is_that_of_finite_differences_and_garbage_is_inert(name):
 def test_however_far_the_reference_is_rk3_never_pushes_from_it(part, gap, slope):
     """r d with r = 1/2, and where d is cut off at 20, d - 1 + exp(-d) of that, or nothing."""
     logprobs = torch.tensor([-25.0], dtype=torch.float64, requires_grad=True)
-    one, reference = torch.zeros(1, dtype=torch.int64), logprobs.detach() - gap
     columns = {"rollout_logprobs": logprobs.detach() + math.log(2)}
-    columns |= dict.fromkeys(("ref_logprobs", "teacher_logprobs"), reference)
-    tokens = Packed(one == 0, one, one, columns, logprobs, ())
+    columns |= dict.fromkeys(("ref_logprobs", "teacher_logprobs"), logprobs.detach() - gap)
+    tokens = tokens_of(columns, logprobs)
     term = kl_of("rk3", place="loss") if part == "kl" else Distill(name="loss")
     term.of_tokens(logprobs, tokens).loss.sum().backward()
     assert logprobs.grad.item() == pytest.approx(slope)

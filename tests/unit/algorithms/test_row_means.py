@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from batches import Packed, pack, random_batch
+from batches import pack, random_batch
+from batches import tokens_of as packed
 
 from relax_hpc.algorithms.aggregation import row_weights
 from relax_hpc.algorithms.algorithm import algorithm_of
@@ -32,7 +33,7 @@ def tokens_of(mask, worth):
     advantages = torch.tensor(worth, dtype=torch.float64)[ids]
     columns = {"rollout_logprobs": same, "old_logprobs": same, "advantages": advantages}
     flat = torch.tensor([trained == 1 for line in mask for trained in line])
-    return Packed(flat, ids, torch.zeros(len(mask), dtype=torch.int64), columns, same, ())
+    return packed(columns, same, ids, flat)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

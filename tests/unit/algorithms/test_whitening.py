@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from batches import GARBAGE, alone, on_ranks, pack, padded, random_batch
+from batches import GARBAGE, alone, on_ranks, pack, padded, random_batch, tokens_of
 
 from relax_hpc.algorithms.advantages.gae import Gae
 from relax_hpc.algorithms.advantages.reinforce_pp import ReinforcePp
@@ -28,13 +28,9 @@ def share_of(part, batch, rows, total):
 
 def test_by_hand():
     # Tokens of 1, 1 and -1; the fourth is masked: mean 1/3, variance 4/3.
-    tokens = pack(random_batch(0), [], padding=4)
     mask = torch.tensor([True, True, True, False])
     worth = torch.tensor([1.0, 1.0, -1.0, float("inf")])
-    tokens = tokens.__class__(
-        mask, tokens.sequence_ids, tokens.groups, {"advantages": worth}, worth, ()
-    )
-    (after,) = ReinforcePp().prepare([tokens], alone)
+    (after,) = ReinforcePp().prepare([tokens_of({"advantages": worth}, mask=mask)], alone)
     scale = (4 / 3) ** 0.5
     expected = [2 / 3 / scale, 2 / 3 / scale, -4 / 3 / scale, 0]
     assert after.columns["advantages"].tolist() == pytest.approx(expected)

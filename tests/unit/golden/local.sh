@@ -1,8 +1,44 @@
 #!/bin/bash
 
+# Nothing that the shell which submits exports, nor a file that BASH_ENV names, may change what the
+# lines below mean. The first one ends what would end the script, or export all that follows; in
+# POSIX mode no function hides `unset` and `set`.
+POSIXLY_CORRECT=; \unset -f builtin unset set; \set +aeku +o posix
+\unset -f command shopt local declare read kill wait mapfile echo printf test [ umask true false sleep date timeout rm grep env srun squeue scontrol scancel unalias export eval shift exit return trap exec break continue : nap await_end join hosts left_by all_done end_deaf is_final setup_failed tell delay pause await_controller part_over end_left count_failure supervise serve end_all forget set_aside slurm_is
+unalias -a
+export -n SHELLOPTS BASHOPTS
+trap - EXIT
+_plain="builtin unset -f unset set shopt trap eval
+$(env -i "$BASH" -c 'set +o; shopt -p') # as a shell begins
+trap - ERR DEBUG RETURN INT HUP TERM USR1 USR2 CHLD
+unset IFS GLOBIGNORE EXECIGNORE FUNCNEST BASH_COMPAT
+unset TMOUT 2>/dev/null" # sites have it readonly
+eval "$_plain"
+# forget NAME...: unsets variables, but for settings of MPI and those that say which Slurm it is.
+forget() {
+  local each
+  for each in "$@"; do case $each in OMPI_MCA_*|PMIX_MCA_*|SLURM_CONF*|SLURM_CLUSTERS*|SLURM_PMIX_*) ;; *) unset -v "$each" ;; esac; done
+}
+forget ${!OMPI_@} ${!PMIX_@} ${!PMI_@} ${!SLURM_MPI@} ${!SLURM_PMI@} ${!MPI_LOCAL@} ${!HYDI_CONTROL@} ${!SRUN_@} ${!SQUEUE_@} ${!SCANCEL_@} ${!SCONTROL_@}
+
+
+# set_aside: variables of others that are called like ours reach the tasks nevertheless.
+_theirs=()
+set_aside() {
+  local _each _all
+  _all=$(export -p)
+  for _each in job_id ask_controller max_restarts restart_delays_s restart_window_s look_every_s verdict nothing ranks stopping failed components names server boards status exit_code ended place word board held marks rank count tasks folder mark gone steps its_id its_task what last sleeper tries said job name id its_name recent each folders start step watch failures failed_as began often telling part its_step child starts; do
+    [[ $_all =~ declare\ -[a-z]*x[a-z]*\ $_each= ]] || continue
+    [ -n "${_theirs[*]}" ] || _theirs=(env)
+    _theirs+=("$_each=${!_each}")
+    export -n "$_each"
+  done
+}
+set_aside
+
 umask 0077
 unset SLURM_RESTART_COUNT
-export SUBMITIT_EXECUTOR=local
+export SUBMITIT_EXECUTOR=local PYTHONUTF8=1
 job_id=$1
 ask_controller=(true)
 rm -f '/runs/it'"'"'s here/submission'/"$job_id"_exit_code # of an attempt that Slurm requeued
@@ -194,7 +230,7 @@ supervise() {
   while true; do
     rm -f "$its_step"
     began=$(date +%s)
-    "${@//@start@/$start}" &
+    "${_theirs[@]}" "${@//@start@/$start}" &
     step=$!
     [ -z "$stopping" ] || kill "$step" 2>/dev/null # told to end when `step` was not known yet
     if [ "${#folders[@]}" -gt 1 ]; then end_deaf "$step" "$its_step" & watch=$!; fi
@@ -276,15 +312,33 @@ trap 'failed=1; end_all' USR1
 trap 'stopping=1; end_all' TERM INT HUP
 failed=''
 
+
+# What a command of `setup` changes of the shell, of our functions and variables, and of Slurm's
+# variables ends with it: it would end the supervision, which goes on after failures, hide the marks
+# of tasks from it, or tell srun something.
+slurm_is() { # prints what makes Slurm's variables what they are
+  local each
+  for each in "${!SLURM_@}"; do
+    case $each in OMPI_MCA_*|PMIX_MCA_*|SLURM_CONF*|SLURM_CLUSTERS*|SLURM_PMIX_*) ;; *) printf 'export %s=%q\n' "$each" "${!each}" ;; esac
+  done
+}
+_plain+="
+umask $(umask)
+unset -f command shopt local declare read kill wait mapfile echo printf test [ umask true false sleep date timeout rm grep env srun squeue scontrol scancel unalias export eval shift exit return trap exec break continue : nap await_end join hosts left_by all_done end_deaf is_final setup_failed tell delay pause await_controller part_over end_left count_failure supervise serve end_all forget set_aside
+$(declare -f nap await_end join hosts left_by all_done end_deaf is_final setup_failed tell delay pause await_controller part_over end_left count_failure supervise serve end_all forget set_aside)
+set_aside
+$(declare -p job_id ask_controller max_restarts restart_delays_s restart_window_s look_every_s verdict nothing ranks stopping failed components names server boards)
+forget \${!SLURM_@} \${!OMPI_@} \${!PMIX_@} \${!PMI_@} \${!SLURM_MPI@} \${!SLURM_PMI@} \${!MPI_LOCAL@} \${!HYDI_CONTROL@} \${!SRUN_@} \${!SQUEUE_@} \${!SCANCEL_@} \${!SCONTROL_@}
+$(slurm_is)"
+
 [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || tell requeued --before
 component_0() {
-  plain_options=$(set +o; shopt -p)
   { module load cuda
   } || setup_failed rollout "$?" 'module load cuda'
-  eval "$plain_options"; trap - ERR DEBUG; unset IFS GLOBIGNORE
+  builtin eval "$_plain"
   { export NCCL_CUMEM_ENABLE=0
   } || setup_failed rollout "$?" 'export NCCL_CUMEM_ENABLE=0'
-  eval "$plain_options"; trap - ERR DEBUG; unset IFS GLOBIGNORE
+  builtin eval "$_plain"
   supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- /envs/submit/bin/python -P -m relax_hpc.launch.local_step --tasks 4 --first-gpu 0 --gpus 4 --controller "$$" --job-id "$job_id" --processes '/runs/it'"'"'s here/submission/rollout'/"$job_id"_processes.json --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.err -- /envs/sglang/bin/python -u -P -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --gpus 4 --bootstrap mpi
 }
 component_0 & components+=($!) names+=(rollout)
@@ -294,9 +348,9 @@ component_1() {
 }
 component_1 & components+=($!) names+=(actor)
 
-serve scaler /envs/submit/bin/python -P -m relax_hpc.scale.scaler_main '/runs/it'"'"'s here' --local --job-id "$job_id" --controller "$$" & server=$!
+serve scaler /envs/submit/bin/python -P -m relax_hpc.runs.scale.scaler '/runs/it'"'"'s here' --local --job-id "$job_id" --controller "$$" & server=$!
 
-/envs/submit/bin/python -P -m relax_hpc.boards.follower '/runs/it'"'"'s here' --to tensorboard --job-id "$job_id" --controller "$$" & boards+=($!)
+/envs/submit/bin/python -P -m relax_hpc.runs.boards.follower '/runs/it'"'"'s here' --to tensorboard --job-id "$job_id" --controller "$$" & boards+=($!)
 
 # One may have given up before the next was started.
 [ -z "$failed$stopping" ] || end_all
@@ -320,7 +374,7 @@ word=USR1
 for board in "${boards[@]}"; do join "$board"; done
 
 [ -z "$stopping" ] || tell stopped --words 'the job was told to end: cancelled, preempted, or out of time'
-[ -n "$stopping" ] || /envs/submit/bin/python -P -m relax_hpc.boards.finish '/runs/it'"'"'s here' --exit-code "$exit_code" "${ended[@]}" || exit_code=1
+[ -n "$stopping" ] || /envs/submit/bin/python -P -m relax_hpc.runs.boards.finish '/runs/it'"'"'s here' --exit-code "$exit_code" "${ended[@]}" || exit_code=1
 [ -z "$stopping" ] || exit_code=143
 echo "$exit_code" > '/runs/it'"'"'s here/submission'/"$job_id"_exit_code
 exit "$exit_code"

@@ -19,13 +19,49 @@
 #SBATCH --ntasks-per-node=2
 #SBATCH --signal=USR2@90
 
+# Nothing that the shell which submits exports, nor a file that BASH_ENV names, may change what the
+# lines below mean. The first one ends what would end the script, or export all that follows; in
+# POSIX mode no function hides `unset` and `set`.
+POSIXLY_CORRECT=; \unset -f builtin unset set; \set +aeku +o posix
+\unset -f command shopt local declare read kill wait mapfile echo printf test [ umask true false sleep date timeout rm grep env srun squeue scontrol scancel unalias export eval shift exit return trap exec break continue : nap await_end join hosts left_by all_done end_deaf is_final setup_failed tell delay pause await_controller part_over end_left count_failure supervise serve end_all forget set_aside slurm_is
+unalias -a
+export -n SHELLOPTS BASHOPTS
+trap - EXIT
+_plain="builtin unset -f unset set shopt trap eval
+$(env -i "$BASH" -c 'set +o; shopt -p') # as a shell begins
+trap - ERR DEBUG RETURN INT HUP TERM USR1 USR2 CHLD
+unset IFS GLOBIGNORE EXECIGNORE FUNCNEST BASH_COMPAT
+unset TMOUT 2>/dev/null" # sites have it readonly
+eval "$_plain"
+# forget NAME...: unsets variables, but for settings of MPI and those that say which Slurm it is.
+forget() {
+  local each
+  for each in "$@"; do case $each in OMPI_MCA_*|PMIX_MCA_*|SLURM_CONF*|SLURM_CLUSTERS*|SLURM_PMIX_*) ;; *) unset -v "$each" ;; esac; done
+}
+forget ${!OMPI_@} ${!PMIX_@} ${!PMI_@} ${!SLURM_MPI@} ${!SLURM_PMI@} ${!MPI_LOCAL@} ${!HYDI_CONTROL@} ${!SRUN_@} ${!SQUEUE_@} ${!SCANCEL_@} ${!SCONTROL_@}
+
+
+# set_aside: variables of others that are called like ours reach the tasks nevertheless.
+_theirs=()
+set_aside() {
+  local _each _all
+  _all=$(export -p)
+  for _each in job_id ask_controller max_restarts restart_delays_s restart_window_s look_every_s verdict nothing ranks stopping failed components names server boards status exit_code ended place word board held marks rank count tasks folder mark gone steps its_id its_task what last sleeper tries said job name id its_name recent each folders start step watch failures failed_as began often telling part its_step child starts; do
+    [[ $_all =~ declare\ -[a-z]*x[a-z]*\ $_each= ]] || continue
+    [ -n "${_theirs[*]}" ] || _theirs=(env)
+    _theirs+=("$_each=${!_each}")
+    export -n "$_each"
+  done
+}
+set_aside
+
 umask 0077
+unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE SLURM_MEM_PER_GPU SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_NTASKS_PER_CORE SLURM_NTASKS_PER_GPU SLURM_NTASKS_PER_SOCKET SLURM_CPUS_PER_TASK SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU SLURM_GPUS_PER_SOCKET SLURM_GPU_FREQ SLURM_GRES SLURM_GRES_FLAGS SLURM_TRES_PER_TASK SLURM_TRES_BIND SLURM_DISTRIBUTION SLURM_DIST_PLANESIZE SLURM_THREADS_PER_CORE SLURM_EXACT SLURM_EXCLUSIVE SLURM_HINT SLURM_OVERCOMMIT SLURM_OVERLAP SLURM_ACCOUNT SLURM_BCAST SLURM_BCAST_EXCLUDE SLURM_BURST_BUFFER SLURM_COMPRESS SLURM_CONSTRAINT SLURM_CONTAINER SLURM_CONTAINER_ID SLURM_CORE_SPEC SLURM_CPU_FREQ_REQ SLURM_DEBUG SLURM_DEBUG_FLAGS SLURM_DELAY_BOOT SLURM_DEPENDENCY SLURM_DISABLE_STATUS SLURM_EPILOG SLURM_PROLOG SLURM_TASK_EPILOG SLURM_TASK_PROLOG SLURM_EXIT_ERROR SLURM_EXIT_IMMEDIATE SLURM_IMMEDIATE SLURM_KILL_BAD_EXIT SLURM_LABELIO SLURM_MPI_TYPE SLURM_NO_KILL SLURM_OPEN_MODE SLURM_PARTITION SLURM_POWER SLURM_QOS SLURM_REMOTE_CWD SLURM_REQ_SWITCH SLURM_WAIT4SWITCH SLURM_RESERVATION SLURM_RESV_PORTS SLURM_SEND_LIBS SLURM_SIGNAL SLURM_SPREAD_JOB SLURM_SRUN_REDUCE_TASK_EXIT_MSG SLURM_STDERRMODE SLURM_STDINMODE SLURM_STDOUTMODE SLURM_STEP_GRES SLURM_STEP_KILLED_MSG_NODE_ID SLURM_TEST_EXEC SLURM_THREAD_SPEC SLURM_THREADS SLURM_TIMELIMIT SLURM_UNBUFFEREDIO SLURM_USE_MIN_NODES SLURM_WAIT SLURM_WCKEY SLURM_WORKING_DIR SLURM_HOSTFILE SLURMD_DEBUG ${!SLURM_CPU_BIND@} ${!SLURM_MEM_BIND@} ${!SLURM_GPU_BIND@}
 export SLURM_UMASK=0077
 export SLURM_EXPORT_ENV=ALL
-export SUBMITIT_EXECUTOR=hetslurm
+export SUBMITIT_EXECUTOR=hetslurm PYTHONUTF8=1
 job_id=$SLURM_JOB_ID
 ask_controller=(squeue --noheader --jobs="$job_id")
-unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE SLURM_MEM_PER_GPU SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_NTASKS_PER_CORE SLURM_NTASKS_PER_GPU SLURM_NTASKS_PER_SOCKET SLURM_CPUS_PER_TASK SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU SLURM_TRES_PER_TASK SLURM_TRES_BIND SLURM_DISTRIBUTION SLURM_THREADS_PER_CORE SLURM_EXACT SLURM_HINT SLURM_OVERCOMMIT SLURM_OVERLAP ${!SLURM_CPU_BIND@} ${!SLURM_MEM_BIND@} ${!SLURM_GPU_BIND@}
 export SLURM_PMIX_FENCE="${SLURM_PMIX_FENCE:-ring}"
 rm -f '/runs/it'"'"'s here/submission'/"$job_id"_exit_code # of an attempt that Slurm requeued
 max_restarts=3
@@ -216,7 +252,7 @@ supervise() {
   while true; do
     rm -f "$its_step"
     began=$(date +%s)
-    "${@//@start@/$start}" &
+    "${_theirs[@]}" "${@//@start@/$start}" &
     step=$!
     [ -z "$stopping" ] || kill "$step" 2>/dev/null # told to end when `step` was not known yet
     if [ "${#folders[@]}" -gt 1 ]; then end_deaf "$step" "$its_step" & watch=$!; fi
@@ -298,15 +334,33 @@ trap 'failed=1; end_all' USR1
 trap 'stopping=1; end_all' TERM INT HUP
 failed=''
 
+
+# What a command of `setup` changes of the shell, of our functions and variables, and of Slurm's
+# variables ends with it: it would end the supervision, which goes on after failures, hide the marks
+# of tasks from it, or tell srun something.
+slurm_is() { # prints what makes Slurm's variables what they are
+  local each
+  for each in "${!SLURM_@}"; do
+    case $each in OMPI_MCA_*|PMIX_MCA_*|SLURM_CONF*|SLURM_CLUSTERS*|SLURM_PMIX_*) ;; *) printf 'export %s=%q\n' "$each" "${!each}" ;; esac
+  done
+}
+_plain+="
+umask $(umask)
+unset -f command shopt local declare read kill wait mapfile echo printf test [ umask true false sleep date timeout rm grep env srun squeue scontrol scancel unalias export eval shift exit return trap exec break continue : nap await_end join hosts left_by all_done end_deaf is_final setup_failed tell delay pause await_controller part_over end_left count_failure supervise serve end_all forget set_aside
+$(declare -f nap await_end join hosts left_by all_done end_deaf is_final setup_failed tell delay pause await_controller part_over end_left count_failure supervise serve end_all forget set_aside)
+set_aside
+$(declare -p job_id ask_controller max_restarts restart_delays_s restart_window_s look_every_s verdict nothing ranks stopping failed components names server boards)
+forget \${!SLURM_@} \${!OMPI_@} \${!PMIX_@} \${!PMI_@} \${!SLURM_MPI@} \${!SLURM_PMI@} \${!MPI_LOCAL@} \${!HYDI_CONTROL@} \${!SRUN_@} \${!SQUEUE_@} \${!SCANCEL_@} \${!SCONTROL_@}
+$(slurm_is)"
+
 [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || tell requeued --before
 component_0() {
-  plain_options=$(set +o; shopt -p)
   { module load cuda
   } || setup_failed rollout "$?" 'module load cuda'
-  eval "$plain_options"; trap - ERR DEBUG; unset IFS GLOBIGNORE
+  builtin eval "$_plain"
   { export NCCL_CUMEM_ENABLE=0
   } || setup_failed rollout "$?" 'export NCCL_CUMEM_ENABLE=0'
-  eval "$plain_options"; trap - ERR DEBUG; unset IFS GLOBIGNORE
+  builtin eval "$_plain"
   supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- srun --het-group=0 --job-name=rollout --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=8 --gpus-per-node=4 --mpi=pmix --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --cpu-bind=none --nodelist="$(hosts 0 0 2)" --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%N_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%N_log.err /envs/sglang/bin/python -u -P -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --gpus 4 --by-slurm --bootstrap mpi
 }
 component_0 & components+=($!) names+=(rollout)
@@ -316,9 +370,9 @@ component_1() {
 }
 component_1 & components+=($!) names+=(actor)
 
-serve scaler /envs/submit/bin/python -P -m relax_hpc.scale.scaler_main '/runs/it'"'"'s here' --job-id "$job_id" --controller "$$" & server=$!
+serve scaler /envs/submit/bin/python -P -m relax_hpc.runs.scale.scaler '/runs/it'"'"'s here' --job-id "$job_id" --controller "$$" & server=$!
 
-/envs/submit/bin/python -P -m relax_hpc.boards.follower '/runs/it'"'"'s here' --to tensorboard --job-id "$job_id" --controller "$$" & boards+=($!)
+/envs/submit/bin/python -P -m relax_hpc.runs.boards.follower '/runs/it'"'"'s here' --to tensorboard --job-id "$job_id" --controller "$$" & boards+=($!)
 
 # One may have given up before the next was started.
 [ -z "$failed$stopping" ] || end_all
@@ -342,7 +396,7 @@ word=USR1
 for board in "${boards[@]}"; do join "$board"; done
 
 [ -z "$stopping" ] || tell stopped --words 'the job was told to end: cancelled, preempted, or out of time'
-[ -n "$stopping" ] || /envs/submit/bin/python -P -m relax_hpc.boards.finish '/runs/it'"'"'s here' --exit-code "$exit_code" "${ended[@]}" || exit_code=1
+[ -n "$stopping" ] || /envs/submit/bin/python -P -m relax_hpc.runs.boards.finish '/runs/it'"'"'s here' --exit-code "$exit_code" "${ended[@]}" || exit_code=1
 [ -z "$stopping" ] || exit_code=143
 echo "$exit_code" > '/runs/it'"'"'s here/submission'/"$job_id"_exit_code
 exit "$exit_code"

@@ -5,37 +5,37 @@ import os
 import signal
 import time
 
-from relax_hpc.media.source import Source
+from relax_hpc.data.media.source import MediaSource
 
 
-class Deadly(Source):
-    def opened(self):
+class Deadly(MediaSource):
+    def open_bytes(self):
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
-class Endless(Source):
-    def opened(self):
+class Endless(MediaSource):
+    def open_bytes(self):
         while True:
             signal.pause()
 
 
-class Slow(Source):
-    def opened(self):
+class Slow(MediaSource):
+    def open_bytes(self):
         time.sleep(1.0)
-        return super().opened()
+        return super().open_bytes()
 
 
-class Once(Source):
+class Once(MediaSource):
     """Somebody else ends its process when it is opened for the first time."""
 
     ends = 1
 
-    def opened(self):
+    def open_bytes(self):
         times = self.path.with_suffix(".times")
         times.write_text(f"{times.read_text()}." if times.exists() else ".")
         if len(times.read_text()) == self.ends:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().opened()
+        return super().open_bytes()
 
 
 class Later(Once):

@@ -1,6 +1,7 @@
 """Images, clips and sounds made in memory, and transformers' own code as the reference."""
 
 import ast
+import asyncio
 import io
 import itertools
 import json
@@ -11,10 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
-from relax_hpc.config.media import MediaConfig
-from relax_hpc.demo import checkpoint
-from relax_hpc.media.recipe import read_recipe
-from relax_hpc.media.source import Source
+from relax_hpc.cli.demo import models
+from relax_hpc.config.prompts import MediaConfig, PromptsConfig
+from relax_hpc.data.media.canonical import canonical, measure_medium
+from relax_hpc.data.media.recipe import read_recipe
+from relax_hpc.data.media.source import MediaSource
+from relax_hpc.data.media.workers import Decoders, MediaWorkers
+from relax_hpc.data.media_tokens import MediaTokens
+from relax_hpc.data.records import Records
+from relax_hpc.data.source import PromptSource
 
 VISION = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2,
           "image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # fmt: skip
@@ -38,6 +44,15 @@ FOLDERS = {
 """The files of the published models, as far as they are read."""
 SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
            "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"]  # fmt: skip
+TEMPLATE = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.content is string %}{{- m.content }}{%- else %}{%- for c in m.content %}"
+    "{%- if c.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- elif c.type == 'video' %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}"
+    "{%- elif c.type == 'audio' %}{{- '<|audio_start|><|audio_pad|><|audio_end|>' }}"
+    "{%- else %}{{- c.text }}{%- endif %}{%- endfor %}{%- endif %}{{- '<|im_end|>\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
 
 
 def model_folder(path, model_type):
@@ -53,13 +68,50 @@ def recipe_of(path, model_type, **settings):
 
 
 def tokenizer():
-    made = checkpoint.tokenizer()
+    made = models.tokenizer()
     made.add_special_tokens({"additional_special_tokens": SPECIAL})
+    made.chat_template = TEMPLATE
     return made
 
 
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def prompts_of(file, folder, tokens, **settings):
+    """The prompts of a file, as a model in this folder takes them."""
+    config = PromptsConfig(train=file, **settings)
+    recipe = read_recipe(folder, config.media)
+    media = MediaTokens(recipe, tokens) if recipe else None
+    records = Records(config.mixture, config)
+    return PromptSource(records, tokens, shuffle_seed=None, settings=config, media=media)
+
+
 def source(data, modality="image"):
-    return Source(f"x.jsonl, line 3: {modality} 1", modality, data=data)
+    return MediaSource(f"x.jsonl, line 3: {modality} 1", modality, data=data)
+
+
+def seen(data, recipe, modality="image"):
+    """What a policy is shown of these bytes."""
+    return canonical(measure_medium(source(data, modality), recipe), recipe)
+
+
+def prepared(recipe, media, spool=None, store="source", spans=(), decoders=None):
+    """What workers make of measured media: as it is prepared, and the arrays for the engine."""
+
+    async def run():
+        async with (
+            MediaWorkers(recipe, decoders or Decoders(1), spool, store) as workers,
+            workers.prepare(media, spans) as made,
+        ):
+            return made, [np.load(each.path) for each in made.view.media]
+
+    return asyncio.run(run())
 
 
 def pixels(height, width, seed=0, channels=3):

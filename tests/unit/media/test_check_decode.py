@@ -5,26 +5,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from bad_media import CASES
 from deadly import Deadly
-from media_files import model_folder, photo, recipe_of, source, tokenizer
+from media_files import lines, model_folder, photo, recipe_of, source, tokenizer, write_lines
 from typer.testing import CliRunner
 
-from relax_hpc import job_file
-from relax_hpc.cli import rows_shown
+from relax_hpc.cli import lines as cli_lines
 from relax_hpc.cli.main import app
+from relax_hpc.config import job_file
+from relax_hpc.data.media.canonical import measure_medium
+from relax_hpc.data.records import Records
+from relax_hpc.data.rows import TaskShare
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import evaluate, submit
-from relax_hpc.media.canonical import measured
-from relax_hpc.paths import RunPaths
-from relax_hpc.prompts.records import Records
-from relax_hpc.roles.rollout import broken_media, decode_check, prompt_check, row_check
-
-TEMPLATE = (
-    "{%- for m in messages %}{{- m.role }}{%- if m.content is string %}{{- m.content }}"
-    "{%- else %}{%- for c in m.content %}{%- if c.type == 'image' %}{{- '<|image_pad|>' }}"
-    "{%- else %}{{- c.text }}{%- endif %}{%- endfor %}{%- endif %}{%- endfor %}"
-)
+from relax_hpc.roles.rollout import prompt_check, row_gate
+from relax_hpc.roles.rollout.row_gate import RowGate
+from relax_hpc.runtime.paths import RunPaths
 
 JOB = Path(__file__).parents[3] / "jobs/tiny/arithmetic.toml"
 
@@ -36,12 +31,10 @@ def check(tmp_path):
         data = photo(64, 96, "JPEG", seed=number)
         (tmp_path / f"{number}.jpg").write_bytes(data[: len(data) // 2] if number == 2 else data)
     rows = [{"prompt": "<image>?", "images": f"{n}.jpg", "answer": "1"} for n in range(4)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "heldout.jsonl").write_text(json.dumps(rows[0]) + "\n")
     settings = {
         "model.path": model_folder(tmp_path / "model", "qwen3_vl"),
-        "prompts.train": tmp_path / "train.jsonl",
-        "eval.heldout.path": tmp_path / "heldout.jsonl",
+        "prompts.train": write_lines(tmp_path / "train.jsonl", rows),
+        "eval.heldout.path": write_lines(tmp_path / "heldout.jsonl", rows[:1]),
     }
 
     def run(**more):
@@ -53,9 +46,23 @@ def check(tmp_path):
     return run
 
 
+@pytest.fixture
+def config(check, tmp_path, monkeypatch):
+    """The same job with SGLang and these settings, read."""
+    shape = SimpleNamespace(max_positions=4096, vocab_size=2**20)
+    monkeypatch.setattr(prompt_check, "read_architecture", lambda _: shape)
+    always = {"engines.rollout.kind": "sglang", "run_root": tmp_path / "runs"}
+
+    def read(**more):
+        settings = check.settings | always | more
+        return job_file.load(JOB, [f"{key}={value}" for key, value in settings.items()])
+
+    return read
+
+
 def test_a_photo_that_ends_early_is_named_with_its_line(check, tmp_path):
     recipe = recipe_of(tmp_path, "qwen3_vl")
-    measured(source((tmp_path / "2.jpg").read_bytes()), recipe)  # its header is whole
+    measure_medium(source((tmp_path / "2.jpg").read_bytes()), recipe)  # its header is whole
     said = check()
     assert "1 of 5 media cannot be used\n" in said
     assert f"{tmp_path}/train.jsonl, line 3: image 1 (2.jpg): is JPEG that cannot be deco" in said
@@ -86,19 +93,9 @@ def test_a_photo_that_ends_its_decoder_is_named_with_its_line(check, tmp_path):
 
 @pytest.mark.usefixtures("deadly")
 @pytest.mark.parametrize("broken", ["error", "skip"])
-def test_a_photo_whose_header_ends_its_process_is_named_by_a_plain_check(
-    check, tmp_path, monkeypatch, broken
-):
-    settings = check.settings | {
-        "prompts.media.broken": broken,
-        "engines.rollout.kind": "sglang",
-    }
-    config = job_file.load(JOB, [f"{key}={value}" for key, value in settings.items()])
-    shape = SimpleNamespace(max_positions=4096, vocab_size=2**20)
-    monkeypatch.setattr(prompt_check, "read_architecture", lambda _: shape)
-    tokens = tokenizer()
-    tokens.chat_template = TEMPLATE
-    sources = prompt_check.sources_of(config, prompt_check.read(config), tokens)
+def test_a_photo_whose_header_ends_its_process_is_named_by_a_plain_check(config, tmp_path, broken):
+    config = config(**{"prompts.media.broken": broken})
+    sources = prompt_check.sources_of(config, prompt_check.read(config), tokenizer())
     line = f"{tmp_path}/train.jsonl, line 2: image 1 (1.jpg): ends the process that decodes it"
     if broken == "error":
         with pytest.raises(ConfigError) as caught:
@@ -121,39 +118,33 @@ def test_all_are_counted_where_each_can_be_used(check, tmp_path):
 
 
 @pytest.fixture
-def skipping(check, tmp_path, monkeypatch):
+def skipping(config, tmp_path):
     """The same job, which skips broken media: row 0 names a URL, the header of row 2 is whole."""
     rows = (tmp_path / "train.jsonl").read_text().replace('"0.jpg"', '"https://x.org/0.jpg"')
     (tmp_path / "train.jsonl").write_text(rows)
-    settings = check.settings | {
-        "prompts.media.broken": "skip",
-        "prompts.media.workers": 1,
-        "engines.rollout.kind": "sglang",
-        "run_root": tmp_path / "runs",
-    }
-    shape = SimpleNamespace(max_positions=4096, vocab_size=2**20)
-    monkeypatch.setattr(prompt_check, "read_architecture", lambda _: shape)
-    config = job_file.load(JOB, [f"{key}={value}" for key, value in settings.items()])
+    config = config(**{"prompts.media.broken": "skip", "prompts.media.workers": 1})
     return SimpleNamespace(config=config, paths=RunPaths(tmp_path / "run"))
 
 
 def decided(skipping, *, say=lambda _: None, advance=lambda *_: None):
     skipping.paths.control.mkdir(parents=True, exist_ok=True)
-    broken_media.decide_if_undecided(skipping.config, skipping.paths, say=say, advance=advance)
+    row_gate.decide_media_once(skipping.config, skipping.paths, say=say, advance=advance)
 
 
 def settled(skipping, number=0, size=1):
     """The training prompts of a task once it has looked at its rows."""
-    tokens = tokenizer()
-    tokens.chat_template = TEMPLATE
     files = prompt_check.open_files(skipping.config)
-    sources = prompt_check.sources_of(skipping.config, files, tokens)
-    row_check.settle(skipping.config, skipping.paths, sources, row_check.Share(number, size))
+    sources = prompt_check.sources_of(skipping.config, files, tokenizer())
+    RowGate(skipping.config, skipping.paths, sources, TaskShare(number, size)).settle()
     return sources.train
 
 
 def listed(paths):
-    return [json.loads(line) for line in paths.left_out.read_text().splitlines()]
+    """Sets and numbers of the rows that are left out."""
+    return [(each["set"], each["row"]) for each in lines(paths.left_out)]
+
+
+OUT = [("prompts.train", 0), ("prompts.train", 2)]
 
 
 def test_rows_are_left_out_as_submission_decided_by_all_tasks_at_all_starts(
@@ -165,20 +156,17 @@ def test_rows_are_left_out_as_submission_decided_by_all_tasks_at_all_starts(
     assert said[1].startswith("prompts.train: 2 of 4 rows are left out; the first: ")
     assert said[2].startswith("decoded 5 media in ")
     assert (seen[0], seen[-1]) == ((0, 5), (5, 5)) and seen == sorted(seen)
-    before = listed(skipping.paths)
-    assert [(each["set"], each["row"]) for each in before] == [
-        ("prompts.train", 0),
-        ("prompts.train", 2),
-    ]
+    assert listed(skipping.paths) == OUT
+    before = lines(skipping.paths.left_out)
     assert "line 1: image 1: is 'https://x.org/0.jpg'; a job" in before[0]["reason"]
     assert "line 3: image 1 (2.jpg): is JPEG that cannot be decoded" in before[1]["reason"]
-    monkeypatch.setattr(decode_check, "decode", None)  # nobody decodes again
+    monkeypatch.setattr(row_gate, "decode", None)  # nobody decodes again
     (tmp_path / "2.jpg").write_bytes(photo(64, 96, "JPEG"))  # and nobody decides again
     for number in range(2):
         source = settled(skipping, number, 2)
         assert sorted(source[n].index for n in range(2)) == [1, 3]
     decided(skipping)
-    assert listed(skipping.paths) == before
+    assert lines(skipping.paths.left_out) == before
 
 
 def test_a_medium_that_breaks_after_submission_ends_the_task_by_name(skipping, tmp_path):
@@ -242,12 +230,11 @@ def submitted(skipping, monkeypatch):
 
 
 def test_submit_decides_before_it_starts_anything(submitted):
-    [rows] = submitted()
-    assert [each["row"] for each in rows] == [0, 2]
+    assert submitted() == [OUT]
 
 
 def test_a_dry_run_and_a_job_that_does_not_skip_decode_nothing(submitted, skipping, monkeypatch):
-    monkeypatch.setattr(decode_check, "decode", None)
+    monkeypatch.setattr(row_gate, "decode", None)
     assert submitted(dry_run=True) == []
     media = skipping.config.prompts.media.model_copy(update={"broken": "error"})
     prompts = skipping.config.prompts.model_copy(update={"media": media})
@@ -257,7 +244,7 @@ def test_a_dry_run_and_a_job_that_does_not_skip_decode_nothing(submitted, skippi
 def test_an_evaluation_decides_for_itself_and_once(skipping, tmp_path, monkeypatch):
     (tmp_path / "heldout.jsonl").write_text((tmp_path / "train.jsonl").read_text())
     settings = [f"run_root={tmp_path / 'runs'}", "prompts.media.broken=skip"]
-    asked = evaluate.Asked(
+    asked = evaluate.EvaluationRequest(
         skipping.config.model.path,
         sets={"photos": str(tmp_path / "heldout.jsonl")},
         overrides=[*settings, "engines.rollout.kind=sglang"],
@@ -266,62 +253,29 @@ def test_an_evaluation_decides_for_itself_and_once(skipping, tmp_path, monkeypat
     found = []
 
     def read(config, _):
-        files = prompt_check.heldout_by_key(prompt_check.open_heldout(config))
+        files = prompt_check.open_files(config, is_trained=False).by_key
         return SimpleNamespace(by_key={k: SimpleNamespace(records=r) for k, r in files.items()})
 
     monkeypatch.setattr(evaluate.alone, "read", read)
     monkeypatch.setattr(evaluate.alone, "main", lambda _, paths, *__: found.append(listed(paths)))
     evaluate.evaluate(asked)
-    monkeypatch.setattr(decode_check, "decode", None)
+    monkeypatch.setattr(row_gate, "decode", None)
     evaluate.evaluate(asked)
-    rows = [("eval.photos.path", 0), ("eval.photos.path", 2)]
-    assert [[(each["set"], each["row"]) for each in one] for one in found] == [rows, rows]
+    assert found == [[("eval.photos.path", 0), ("eval.photos.path", 2)]] * 2
 
 
 def test_a_model_that_does_not_hear_is_shown_no_sound(check, tmp_path):
-    rows = (tmp_path / "train.jsonl").read_text().splitlines()
-    rows[3] = json.dumps({"prompt": "<audio>?", "audios": "3.jpg", "answer": "1"})
-    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    rows = lines(tmp_path / "train.jsonl")
+    rows[3] = {"prompt": "<audio>?", "audios": "3.jpg", "answer": "1"}
+    write_lines(tmp_path / "train.jsonl", rows)
     said = check()
     assert "line 4: audio 1 (3.jpg): is audio, which qwen3_vl does not take; it takes im" in said
 
 
 def test_where_no_terminal_is_a_line_a_minute_says_how_far_it_is(monkeypatch, capsys):
     now = iter([1000.0, 1030.0, 1061.0, 1090.0, 1300.0])
-    monkeypatch.setattr(rows_shown.time, "monotonic", lambda: next(now))
-    with rows_shown.RowsShown() as shown:
+    monkeypatch.setattr(cli_lines.time, "monotonic", lambda: next(now))
+    with cli_lines.RowsShown() as shown:
         for done in (0, 250, 500, 750, 1000):
             shown(done, 1000)
     assert capsys.readouterr().err == "media of 500 of 1,000 rows are decoded, 1 min to go\n"
-
-
-def test_every_medium_that_cannot_be_used_is_a_line_of_its_own_and_the_job_is_refused(
-    refused, tmp_path
-):
-    """All of them in one file, by the command line: exit code 2, and nothing is created."""
-    rows = []
-    for number, (modality, data, _) in enumerate(CASES.values()):
-        (tmp_path / f"{number}.bin").write_bytes(data)
-        media = {f"{modality}s": f"{number}.bin"}
-        rows.append({"prompt": f"<{modality}>?", "answer": "1"} | media)
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    folder = model_folder(tmp_path / "omni", "qwen3_omni_moe")
-    settings = {
-        "model.path": folder, "prompts.media.audio_max_s": 2, "prompts.media.video_fps": 5,
-        "engines.rollout.kind": "sglang",
-    }  # fmt: skip
-    given = [f"{key}={value}" for key, value in settings.items()]
-    config = job_file.load(tmp_path / "job.toml", given)
-    recipe = recipe_of(tmp_path, "qwen3_omni_moe", audio_max_s=2, video_fps=5)
-    files = prompt_check.open_files(config).by_key
-    found = decode_check.decode(files, recipe, None, lambda *_: None)
-    assert (found.num_media, len(found.refused)) == (len(CASES), len(CASES))
-    for number, (line, (modality, _, expected)) in enumerate(
-        zip([each.reason for each in found.refused], CASES.values(), strict=True), start=1
-    ):
-        start = f"train.jsonl, line {number}: {modality} 1 ({number - 1}.bin): "
-        assert line.startswith(start) and "\n" not in line and ";" in line
-        assert expected in line
-    said = refused("check", "job.toml", "--decode", *(f"--set={each}" for each in given))
-    assert f"{len(CASES)} of {len(CASES)} media cannot be used\n" in said
-    assert "train.jsonl, line 1: image 1 (0.bin): is empty; replace it" in said

@@ -6,12 +6,12 @@ import time
 
 import pytest
 from deadly import Deadly, Endless, Later, Once, Slow, turns_of
-from media_files import photo, recipe_of, source
+from media_files import photo, prepared, recipe_of, source
 
+from relax_hpc.data.media import workers
+from relax_hpc.data.media.canonical import canonical, measure_media, measure_medium
+from relax_hpc.data.media.workers import Decoders, MediaWorkers
 from relax_hpc.errors import ConfigError, MediumError
-from relax_hpc.media import workers
-from relax_hpc.media.canonical import canonical, measured, measured_all
-from relax_hpc.media.workers import Decoders, MediaWorkers
 
 
 @pytest.fixture
@@ -46,20 +46,14 @@ def test_headers_are_those_of_the_media_in_order_and_the_first_error_is_raised(r
     """The first one takes longest, so the second's error is there before the first's."""
     first, second = source(photo(64, 96)), source(photo(32, 64))
     slow = Slow(*first)
+    one, other = measure_media([first, second], recipe)
     found = decoders.headers([slow, second], recipe).result()
-    assert found == tuple(
-        replace_source(each, given)
-        for each, given in zip(measured_all([first, second], recipe), (slow, second), strict=True)
-    )
+    assert found == (one._replace(source=slow), other)
     for place, media in enumerate(([Slow(*source(b"")), source(b"BM")], [second, source(b"BM")])):
         with pytest.raises(MediumError, match=("is empty", "is BMP")[place]):
             decoders.headers(media, recipe).result()
         with pytest.raises(MediumError, match=("is empty", "is BMP")[place]):
             asyncio.run(awaited(decoders, media, recipe))
-
-
-def replace_source(medium, given):
-    return medium._replace(source=given)
 
 
 async def awaited(decoders, media, recipe):
@@ -77,7 +71,7 @@ def test_a_header_that_ends_its_process_is_named_and_those_beside_it_are_read(re
     jobs = [decoders.headers([each], recipe) for each in (good, bad, good, good)]
     for number, job in enumerate(jobs):
         if number != 1:
-            assert job.result() == measured_all([good], recipe)
+            assert job.result() == measure_media([good], recipe)
     with pytest.raises(MediumError, match="line 3: video 1: ends the process that decodes it"):
         jobs[1].result()
 
@@ -109,14 +103,14 @@ def test_headers_that_nobody_waits_for_any_more_are_not_read(recipe):
 
 
 def test_a_medium_that_kills_its_decoder_is_named_and_others_are_decoded(recipe, tmp_path):
-    good = measured(source(photo(64, 96)), recipe)
+    good = measure_medium(source(photo(64, 96)), recipe)
     bad = good._replace(source=Deadly(*good.source))
 
     async def run(decoders):
         async with MediaWorkers(recipe, decoders, tmp_path) as looks:
 
             async def look(medium):
-                async with looks.prepared([medium], []) as made:
+                async with looks.prepare([medium], []) as made:
                     return made.view.media[0].digest
 
             return await asyncio.gather(
@@ -133,13 +127,13 @@ def test_a_medium_that_kills_its_decoder_is_named_and_others_are_decoded(recipe,
 def test_a_medium_that_is_never_done_is_named_and_others_are_decoded(
     recipe, decoders, tmp_path, monkeypatch
 ):
-    good = measured(source(photo(64, 96)), recipe)
+    good = measure_medium(source(photo(64, 96)), recipe)
     endless = good._replace(source=Endless(*good.source))
 
     async def run():
         async with (
             MediaWorkers(recipe, decoders, tmp_path) as looks,
-            looks.prepared([good], []),
+            looks.prepare([good], []),
             asyncio.timeout(200),
         ):
             with (
@@ -147,9 +141,9 @@ def test_a_medium_that_is_never_done_is_named_and_others_are_decoded(
                 monkeypatch.context() as patch,
             ):
                 patch.setattr(workers, "LONGEST_S", 1)
-                async with looks.prepared([endless], []):
+                async with looks.prepare([endless], []):
                     pytest.fail("it is never done")
-            async with looks.prepared([good], []) as made:
+            async with looks.prepare([good], []) as made:
                 return made.view.media[0].digest
 
     assert asyncio.run(run()) == canonical(good, recipe).digest
@@ -157,16 +151,8 @@ def test_a_medium_that_is_never_done_is_named_and_others_are_decoded(
 
 def test_what_a_process_that_was_ended_had_written_is_written_again(recipe, decoders, tmp_path):
     (tmp_path / "a.png").write_bytes(photo())
-    medium = measured(source(None)._replace(path=tmp_path / "a.png"), recipe)
+    medium = measure_medium(source(None)._replace(path=tmp_path / "a.png"), recipe)
     medium = medium._replace(source=Later(*medium.source))
-
-    async def run():
-        async with (
-            MediaWorkers(recipe, decoders, tmp_path) as looks,
-            looks.prepared([medium], []) as made,
-        ):
-            return made.view.media[0].digest
-
-    digest = asyncio.run(run())
+    made, _ = prepared(recipe, [medium], tmp_path, decoders=decoders)
     assert (tmp_path / "a.times").read_text() == "...."
-    assert digest == canonical(medium, recipe).digest
+    assert made.view.media[0].digest == canonical(medium, recipe).digest

@@ -1,37 +1,36 @@
 """Videos that are heard: from the file to the bus and back, and what cannot be."""
 
-import asyncio
-import json
-
 import numpy as np
 import pytest
-from bus_fixtures import PRODUCERS, make_bus, trajectory
-from media_files import clip, film, model_folder, photo, recipe_of, source, tokenizer
-from test_media_prompts import TEMPLATE
+from bus_fixtures import trajectory
+from media_files import (
+    clip,
+    film,
+    model_folder,
+    photo,
+    prepared,
+    prompts_of,
+    recipe_of,
+    source,
+    tokenizer,
+    write_lines,
+)
 from test_media_stored import changed, put, read
 
-from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.shards import media
 from relax_hpc.bus.shards.shard import Shard
-from relax_hpc.bus.tools import media as tool
-from relax_hpc.bus.tools import selection
-from relax_hpc.config.media import MediaConfig
-from relax_hpc.config.prompts import PromptsConfig
+from relax_hpc.bus.tools import export, inventory
+from relax_hpc.config.prompts import MediaConfig
+from relax_hpc.data.media import decode
+from relax_hpc.data.media.canonical import canonical, measure_media
+from relax_hpc.data.media.expand import MediaSpan, positions
+from relax_hpc.data.media.kinds import modality_of
+from relax_hpc.data.media.recipe import read_recipe
+from relax_hpc.data.media.spool import MediaView, Spooled
+from relax_hpc.data.media.stored import DECODERS
 from relax_hpc.errors import ConfigError, DamagedError
-from relax_hpc.media import sounds
-from relax_hpc.media.canonical import canonical, measured_all
-from relax_hpc.media.expand import Span
-from relax_hpc.media.kinds import modality_of
-from relax_hpc.media.positions import positions
-from relax_hpc.media.recipe import read_recipe
-from relax_hpc.media.spool import Spooled, View
-from relax_hpc.media.stored import DECODERS
-from relax_hpc.media.workers import Decoders, MediaWorkers
-from relax_hpc.prompts.media_tokens import MediaTokens
-from relax_hpc.prompts.records import Records
-from relax_hpc.prompts.source import PromptSource
-from relax_hpc.roles.rollout.decode_check import _decode
+from relax_hpc.roles.rollout.row_gate import _decode
 from relax_hpc.schema import PromptGroup
 
 SETTINGS = {"video_tokens_per_frame": [2, 16], "audio_in_video": True}
@@ -58,9 +57,9 @@ def test_a_sound_begins_with_the_first_frame_and_lasts_as_long_as_the_header_say
     recipe, how, lasts_s, is_heard
 ):
     heard = source(film(**how), "video").its_sound
-    facts = sounds.read_facts(heard)
+    facts = decode.sound_facts(heard)
     assert facts.num_samples / facts.sampling_rate == pytest.approx(lasts_s, abs=0.01)
-    samples = sounds.decoded(heard, recipe.audio)
+    samples = decode.decode_sound(heard, recipe.audio)
     assert len(samples) == facts.num_samples * 16000 // facts.sampling_rate
     loud = np.flatnonzero(np.abs(samples) > 0.1) / 16000
     assert (loud[0], loud[-1]) == pytest.approx(is_heard, abs=0.005)
@@ -70,7 +69,7 @@ def test_a_sound_begins_with_the_first_frame_and_lasts_as_long_as_the_header_say
 
 def test_frames_and_sound_take_turns_by_time(recipe):
     """2 s of 10 frames a second give 4 frames, two pairs a second apart; 13 tokens a second."""
-    video, sound = measured_all([source(film(), "video")], recipe)
+    video, sound = measure_media([source(film(), "video")], recipe)
     assert (video.extent.modality, sound.extent.modality) == ("video", "audio")
     assert video.extent.grid[0] == 2 and video.extent.seconds_per_grid == 1.0
     per_pair = video.extent.grid[1] * video.extent.grid[2] // 4
@@ -82,14 +81,14 @@ def test_frames_and_sound_take_turns_by_time(recipe):
 def test_a_video_without_sound_is_seen_only_and_a_silent_one_is_heard(recipe):
     frames = source(None, "video")._replace(frames=(source(photo(48, 64)),) * 4, fps=2.0)
     for given in (source(clip(range(20)), "video"), frames):
-        assert [m.extent.modality for m in measured_all([given], recipe)] == ["video"]
-    assert [m.extent.modality for m in measured_all([source(film(), "video")], recipe)] == [
+        assert [m.extent.modality for m in measure_media([given], recipe)] == ["video"]
+    assert [m.extent.modality for m in measure_media([source(film(), "video")], recipe)] == [
         "video", "audio",
     ]  # fmt: skip
-    silent = measured_all([source(film(heard_s=1.0, later_s=1.0), "video")], recipe)
+    silent = measure_media([source(film(heard_s=1.0, later_s=1.0), "video")], recipe)
     assert canonical(silent[1], recipe).array.shape == (128, 200)
     deaf = recipe._replace(audio_in_video=False)
-    assert len(measured_all([source(film(), "video")], deaf)) == 1
+    assert len(measure_media([source(film(), "video")], deaf)) == 1
 
 
 def test_what_cannot_be_heard_is_named_with_its_video_and_what_to_do(recipe):
@@ -100,7 +99,7 @@ def test_what_cannot_be_heard_is_named_with_its_video_and_what_to_do(recipe):
     ):
         short = recipe._replace(audio=recipe.audio._replace(max_s=most_s))
         with pytest.raises(ConfigError) as caught:
-            measured_all([source(given, "video")], short)
+            measure_media([source(given, "video")], short)
         assert message in str(caught.value) and "\n" not in str(caught.value)
         with pytest.raises(ConfigError) as again:
             _decode(source(given, "video"), short)
@@ -108,32 +107,21 @@ def test_what_cannot_be_heard_is_named_with_its_video_and_what_to_do(recipe):
 
 
 def test_a_model_without_ears_refuses_it_by_name(tmp_path):
-    for model in ("qwen3_vl", "qwen3_omni_moe"):
-        folder = model_folder(tmp_path / model, model)
-        if model == "qwen3_vl":
-            with pytest.raises(ConfigError, match=r"audio_in_video = true: .* qwen3_vl, does not"):
-                read_recipe(folder, MediaConfig(audio_in_video=True))
-        else:
-            assert read_recipe(folder, MediaConfig(audio_in_video=True)).audio_in_video
+    folder = model_folder(tmp_path, "qwen3_vl")
+    with pytest.raises(ConfigError, match=r"audio_in_video = true: .* qwen3_vl, does not"):
+        read_recipe(folder, MediaConfig(audio_in_video=True))
 
 
 @pytest.fixture
 def prompt(tmp_path):
-    tokens = tokenizer()
-    tokens.chat_template = TEMPLATE
     (tmp_path / "a.mp4").write_bytes(film())
     (tmp_path / "b.mp4").write_bytes(film(heard_s=0.7))
     (tmp_path / "s.mp4").write_bytes(clip(range(20)))
     row = {"prompt": "<video><video>or<video>?", "videos": ["a.mp4", "s.mp4", "b.mp4"],
            "answer": "1"}  # fmt: skip
-    file = tmp_path / "x.jsonl"
-    file.write_text(json.dumps(row) + "\n")
-    settings = PromptsConfig(train=file, media=SETTINGS, max_prompt_tokens=4000)
-    made = read_recipe(model_folder(tmp_path / "model", "qwen3_omni_moe"), settings.media)
-    records = Records(settings.mixture, settings)
-    return PromptSource(
-        records, tokens, shuffle_seed=None, settings=settings, media=MediaTokens(made, tokens)
-    )[0]
+    file = write_lines(tmp_path / "x.jsonl", [row])
+    model = model_folder(tmp_path / "model", "qwen3_omni_moe")
+    return prompts_of(file, model, tokenizer(), media=SETTINGS, max_prompt_tokens=4000)[0]
 
 
 def test_a_prompt_is_written_with_both(prompt):
@@ -151,14 +139,8 @@ def test_a_prompt_is_written_with_both(prompt):
 
 
 def shown_by(prompt, recipe, **options):
-    async def run():
-        async with (
-            MediaWorkers(recipe, Decoders(1), **options) as workers,
-            workers.prepared(prompt.measured, prompt.spans) as made,
-        ):
-            return made.media, [np.load(each.path) for each in made.view.media]
-
-    return asyncio.run(run())
+    made, arrays = prepared(recipe, prompt.measured, spans=prompt.spans, **options)
+    return made.media, arrays
 
 
 @pytest.mark.parametrize("store", ["source", "canonical"])
@@ -171,10 +153,8 @@ def test_the_bus_has_the_bytes_of_a_video_once_and_gives_back_both(prompt, recip
     alone = trajectory(1, 0, prompt=40)._replace(
         media=made[1:2], media_spans=np.array([[0, 3, 26]], np.int32)
     )
-    paths = make_bus(tmp_path / "bus")
-    with Producer(paths, PRODUCERS[0], {}) as producer:
-        producer.put([PromptGroup(0, rows), PromptGroup(1, [alone])])
-    reader, record = Reader(paths), selection.of_guid(paths, 0)
+    paths, path = put(tmp_path, [PromptGroup(0, rows), PromptGroup(1, [alone])])
+    reader, record = Reader(paths), inventory.of_guid(paths, 0)
     [row] = reader.rows(record, [1], media.FACTS)
     assert [modality_of(each) for each in row.media] == [
         "video", "audio", "video", "video", "audio",
@@ -185,28 +165,28 @@ def test_the_bus_has_the_bytes_of_a_video_once_and_gives_back_both(prompt, recip
             assert np.array_equal(each.canonical(recipe).array, arrays[number])
     [whole] = reader.rows(record, [0])
     assert [m.data.tobytes() for m in whole.media] == [m.data.tobytes() for m in made]
-    [hears] = reader.rows(selection.of_guid(paths, 1), [0])
+    [hears] = reader.rows(inventory.of_guid(paths, 1), [0])
     assert hears.media[0].data.tobytes() == made[1].data.tobytes()
     if store == "source":
-        with Shard(next(paths.root.glob("p/*/f*/*.h5"))) as shard:
+        with Shard(path) as shard:
             videos = sum(len(made[n].data) for n in (0, 2, 3))
             assert shard.fields["ragged/media_bytes"].shape == (videos,)
-        files = tool.write(paths, 0, tmp_path / "out")
+        files = export.write(paths, 0, tmp_path / "out")
         assert [each.kind for each in files] == ["MP4"] * 5
 
 
 def test_trainers_find_the_positions_that_the_engine_was_given(prompt, recipe):
     """By what the bus has: kinds, grids and seconds of media, and spans."""
-    from relax_hpc.engines.megatron.vision.stretches import position_ids, stretches
+    from relax_hpc.trainer.megatron.packing import find_feature_spans, position_ids
 
     made, _ = shown_by(prompt, recipe)
     spans = np.array(prompt.spans, np.int32)
     row = trajectory(0, 0, prompt=len(prompt.token_ids))._replace(media=made, media_spans=spans)
     length = len(row.token_ids)
     extents = [each.extent for each in prompt.measured]
-    given = positions(length, [Span(*s) for s in spans.tolist()], extents, recipe)
+    given = positions(length, [MediaSpan(*s) for s in spans.tolist()], extents, recipe)
     assert np.array_equal(position_ids([row], 0, recipe).numpy().T, given)
-    assert [s.offset for s in stretches([row], recipe)][:4] == [0, 0, *[
+    assert [s.offset for s in find_feature_spans([row], recipe)][:4] == [0, 0, *[
         span.tokens for span in prompt.spans[:2]
     ]]  # fmt: skip
 
@@ -216,10 +196,10 @@ def test_views_of_the_same_frames_at_other_times_are_not_the_same(recipe, tmp_pa
     made = []
     for fps in (2.0, 3.0):
         frames = (source(photo(48, 64)),) * 4
-        [video] = measured_all([source(None, "video")._replace(frames=frames, fps=fps)], recipe)
+        [video] = measure_media([source(None, "video")._replace(frames=frames, fps=fps)], recipe)
         made.append(Spooled(video.extent, canonical(video, recipe).digest, tmp_path / "a"))
     assert made[0].digest == made[1].digest
-    assert View((made[0],), ()).digest != View((made[1],), ()).digest
+    assert MediaView((made[0],), ()).digest != MediaView((made[1],), ()).digest
 
 
 def test_damage_to_bytes_that_two_media_have_is_named_by_the_one_that_is_read(

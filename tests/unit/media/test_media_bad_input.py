@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 from bad_media import CASES
-from media_files import FOLDERS, model_folder, photo, recipe_of
+from media_files import FOLDERS, model_folder, photo, recipe_of, write_lines
 
-from relax_hpc import job_file
-from relax_hpc.config.media import MediaConfig
+from relax_hpc.config import job_file
+from relax_hpc.config.prompts import MediaConfig
+from relax_hpc.data.media.canonical import canonical, measure_medium
+from relax_hpc.data.media.recipe import read_recipe
+from relax_hpc.data.media.source import source_of
 from relax_hpc.errors import ConfigError
-from relax_hpc.media.canonical import canonical, measured
-from relax_hpc.media.recipe import read_recipe
-from relax_hpc.media.source import source_of
+from relax_hpc.roles.rollout import prompt_check, row_gate
 
 PLACE = "x.jsonl, line 3: {} 1"
 
@@ -27,7 +28,7 @@ def recipe(tmp_path_factory):
 def refusal(modality, value, recipe, folder=Path("/data"), **more):
     place = PLACE.format(modality)
     with pytest.raises(ConfigError) as caught:
-        medium = measured(source_of(place, modality, value, folder=folder, **more), recipe)
+        medium = measure_medium(source_of(place, modality, value, folder=folder, **more), recipe)
         canonical(medium, recipe)
     said = str(caught.value)
     assert said.startswith(place) and "\n" not in said and len(said) < 400, said
@@ -98,25 +99,38 @@ def test_links_that_stay_in_the_folder_are_followed_and_without_a_folder_all(fol
     assert inside.read() == anywhere.read() == (folder / "ok.png").read_bytes()
 
 
-def test_names_that_lead_nowhere_are_a_line_each_of_a_check(refused, folder):
-    """By the command line: exit code 2, and nothing is created."""
-    rows = [
-        {"prompt": f"<{modality}>?", "answer": "1", f"{modality}s": [value]}
-        for modality, value, _ in REFERENCES.values()
-    ]
-    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model_folder(Path("model"), "qwen3_omni_moe")
-    more = f"--set=prompts.media.folder={folder}", "--set=engines.rollout.kind=sglang"
-    said, *lines = refused("check", "job.toml", "--decode", *more).splitlines()
-    assert f"{len(rows)} of {len(rows)} media cannot be used" in said
-    assert "prompts.media.broken" in lines.pop()
-    numbers = {f"train.jsonl, line {number}: ": each
-               for number, each in enumerate(REFERENCES.values(), start=1)}  # fmt: skip
-    for line in lines:
-        [place] = (place for place in numbers if line.startswith(place))
-        modality, _, expected = numbers.pop(place)
-        assert line.startswith(f"{place}{modality} 1") and expected in line
-    assert not numbers
+def test_each_medium_that_cannot_be_used_is_a_line_of_a_check_and_the_job_is_refused(
+    refused, recipe, folder
+):
+    """All of them in one file, by the command line: exit code 2, and nothing is created."""
+    for case, (_, data, _) in CASES.items():
+        (folder / case).write_bytes(data)
+    every = [(modality, case, said) for case, (modality, _, said) in CASES.items()]
+    every += REFERENCES.values()
+    write_lines(
+        Path("train.jsonl"),
+        [{"prompt": f"<{kind}>?", "answer": "1", f"{kind}s": [given]} for kind, given, _ in every],
+    )
+    settings = {
+        "model.path": model_folder(Path("omni"), "qwen3_omni_moe"),
+        "prompts.media.folder": folder, "prompts.media.audio_max_s": 2,
+        "prompts.media.video_fps": 5, "engines.rollout.kind": "sglang",
+    }  # fmt: skip
+    given = [f"{key}={value}" for key, value in settings.items()]
+    files = prompt_check.open_files(job_file.load(Path("job.toml"), given)).by_key
+    found = row_gate.decode(files, recipe, None, lambda *_: None)
+    lines = {each.reason.partition(": ")[0]: each.reason for each in found.refused}
+    assert found.num_media == len(found.refused) == len(lines) == len(every)
+    for number, (modality, _, expected) in enumerate(every, start=1):
+        place = f"train.jsonl, line {number}"
+        assert lines[place].startswith(f"{place}: {modality} 1") and "\n" not in lines[place]
+        assert ";" in lines[place] and expected in lines[place]
+    said, *shown, rest, remedy = refused(
+        "check", "job.toml", "--decode", *(f"--set={each}" for each in given)
+    ).splitlines()
+    assert f"{len(every)} of {len(every)} media cannot be used" in said
+    assert set(shown) < set(lines.values()) and rest == f"and {len(every) - len(shown)} more"
+    assert "prompts.media.broken" in remedy
 
 
 def test_every_way_to_name_an_image_gives_the_same_bytes(recipe, folder):
@@ -130,13 +144,13 @@ def test_every_way_to_name_an_image_gives_the_same_bytes(recipe, folder):
     ]  # fmt: skip
     sources = [source_of("x", "image", value, folder=folder) for value in values]
     assert [each.read() for each in sources] == [data] * len(values)
-    digests = {canonical(measured(each, recipe), recipe).digest for each in sources}
+    digests = {canonical(measure_medium(each, recipe), recipe).digest for each in sources}
     assert len(digests) == 1
 
 
 def test_a_jpeg_that_is_called_png_is_decoded_as_what_it_is(recipe, tmp_path):
     (tmp_path / "x.png").write_bytes(photo(form="JPEG"))
-    found = measured(source_of("x", "image", "x.png", folder=tmp_path), recipe)
+    found = measure_medium(source_of("x", "image", "x.png", folder=tmp_path), recipe)
     assert found.facts.kind.name == "JPEG"
 
 
@@ -182,8 +196,8 @@ def test_bounds_that_are_turned_around_are_refused():
 @pytest.mark.parametrize(
     ("actor", "said"),
     [
-        ({"frozen": ["eyes"]}, "actor.frozen.0 = 'eyes': input should be 'language', 'vision',"),
-        ({"frozen": "vision"}, "actor.frozen = 'vision': input should be a valid list"),
+        ({"frozen": ["eyes"]}, "actor.frozen.0 = 'eyes': use 'language', 'vision',"),
+        ({"frozen": "vision"}, "actor.frozen = 'vision': use a list, in brackets"),
         (
             {"sequence_parallel": False},
             "is gone, it is on wherever layout.tensor_parallel is above",

@@ -11,17 +11,27 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from media_files import FOLDERS, VISION, encoded, model_folder, photo, pixels, recipe_of, source
+from media_files import (
+    FOLDERS,
+    VISION,
+    encoded,
+    model_folder,
+    photo,
+    pixels,
+    recipe_of,
+    seen,
+    source,
+)
 from PIL import Image
 
-from relax_hpc.config.media import MediaConfig
-from relax_hpc.media.canonical import canonical, digest_of, measured
-from relax_hpc.media.expand import Span
-from relax_hpc.media.extent import Extent, fitted
-from relax_hpc.media.images import decoded
-from relax_hpc.media.patches import patches, table
-from relax_hpc.media.recipe import read_recipe
-from relax_hpc.media.spool import Spooled, View
+from relax_hpc.config.prompts import MediaConfig
+from relax_hpc.data.media.canonical import canonical, digest_of, measure_medium
+from relax_hpc.data.media.decode import decode_image
+from relax_hpc.data.media.expand import MediaSpan
+from relax_hpc.data.media.extent import Extent, fit
+from relax_hpc.data.media.patches import patches, table
+from relax_hpc.data.media.recipe import read_recipe
+from relax_hpc.data.media.spool import MediaView, Spooled
 from relax_hpc.schema import MediaKind, Medium, key_of_medium
 
 EMPTY = np.empty(0, np.uint8)
@@ -45,14 +55,8 @@ def reference_of(recipe):
     return Qwen2VLImageProcessorPil(patch_size=16, image_mean=half, image_std=half, size=size)
 
 
-def seen(data, recipe):
-    return canonical(measured(source(data), recipe), recipe)
-
-
-@pytest.mark.parametrize(("height", "width"), [(60, 100), (320, 210), (33, 32), (400, 40)])
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
-def test_patches_are_bitwise_those_of_transformers(recipe, reference, form, height, width):
-    data = photo(height, width, form)
+def assert_patches_are_those_of(reference, data, recipe):
+    """Bitwise, of transformers."""
     found = seen(data, recipe)
     with Image.open(io.BytesIO(data)) as image:
         expected = reference(images=[image.convert("RGB")], return_tensors="pt")
@@ -60,6 +64,12 @@ def test_patches_are_bitwise_those_of_transformers(recipe, reference, form, heig
     assert torch.equal(ours, expected["pixel_values"])
     assert [list(found.extent.grid)] == expected["image_grid_thw"].tolist()
     assert found.extent.tokens == (len(ours) // 4,)
+
+
+@pytest.mark.parametrize(("height", "width"), [(60, 100), (320, 210), (33, 32), (400, 40)])
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+def test_patches_are_bitwise_those_of_transformers(recipe, reference, form, height, width):
+    assert_patches_are_those_of(reference, photo(height, width, form), recipe)
 
 
 def test_patches_of_300_sizes_are_bitwise_those_of_transformers(tmp_path):
@@ -71,11 +81,7 @@ def test_patches_of_300_sizes_are_bitwise_those_of_transformers(tmp_path):
     shapes = [each for each in shapes if max(each) <= 200 * min(each)][:300]
     for height, width in shapes:
         image = Image.fromarray(np.ascontiguousarray(noise[:height, :width]))
-        found = seen(encoded(image, compress_level=0), recipe)
-        expected = reference(images=[image], return_tensors="pt")
-        ours = patches(torch.from_numpy(found.array.copy()), recipe.image, torch.float32)
-        assert torch.equal(ours, expected["pixel_values"]), (height, width)
-        assert [list(found.extent.grid)] == expected["image_grid_thw"].tolist(), (height, width)
+        assert_patches_are_those_of(reference, encoded(image, compress_level=0), recipe)
         kinds.add(int(np.searchsorted(bounds, height * width)))
     assert len(shapes) == 300 and kinds == {0, 1, 2}
 
@@ -87,7 +93,7 @@ def test_sizes_are_those_of_transformers_for_a_thousand_shapes(recipe):
     for height, width in np.exp(random.uniform(0.7, 9, (1000, 2))).astype(int).tolist():
         if max(height, width) <= 200 * min(height, width):
             expected = smart_resize(height, width, 32, recipe.image.least, recipe.image.most)
-            assert fitted(height, width, recipe.image) == expected, (height, width)
+            assert fit(height, width, recipe.image) == expected, (height, width)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_omni_moe"])
@@ -154,7 +160,7 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_becomes_rgb_of_8_bits_over_white(recipe, mode):
     data, expected = MODES[mode]
-    found = decoded(source(data))
+    found = decode_image(source(data))
     assert found.mode == "RGB" and found.size == (64, 40)
     if expected is None:  # the colour that is transparent is white, and there are others
         indices = np.asarray(COLOUR.quantize(16))
@@ -217,7 +223,7 @@ SINGLED_OUT = {
 @pytest.mark.parametrize("what", SINGLED_OUT)
 def test_what_is_transparent_is_white_in_any_number_of_bits(what):
     data, expected = SINGLED_OUT[what]
-    assert np.asarray(decoded(source(data)))[0].tolist() == expected
+    assert np.asarray(decode_image(source(data)))[0].tolist() == expected
 
 
 @pytest.mark.parametrize(("kind", "bits"), [(0, 16), (0, 4), (2, 16)])
@@ -227,7 +233,7 @@ def test_what_is_transparent_is_white_in_a_photo_that_is_turned(kind, bits):
     channels, level = 3 if kind == 2 else 1, 9 << max(bits - 8, 0)
     row, transparent = [0] * channels + [level] * channels, [level] * channels
     turned = png(kind, bits, row, transparent, exif.tobytes().removeprefix(b"Exif\0\0"))
-    assert np.asarray(decoded(source(turned)))[0].tolist() == greys(255, 0)
+    assert np.asarray(decode_image(source(turned)))[0].tolist() == greys(255, 0)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -240,7 +246,7 @@ def test_a_photo_is_turned_as_its_camera_was_held(recipe, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(Image.fromarray(np.ascontiguousarray(undo(upright))), exif=exif)
-    medium = measured(source(data), recipe)
+    medium = measure_medium(source(data), recipe)
     assert (medium.facts.height, medium.facts.width) == (40, 64)
     array = canonical(medium, recipe).array[0]
     assert array[4, 4].min() > 200 and array[-4, 4].max() < 50 and array[4, -4].max() < 50
@@ -269,10 +275,10 @@ def test_ten_thousand_images_of_one_size_have_keys_of_their_own():
         spooled.append(Spooled(extent, digest_of(array), Path("a")))
     assert len({each.digest for each in spooled}) == 10_000
     assert len({each.features_key(version) for each in spooled for version in (0, 1)}) == 20_000
-    spans = (Span(0, 3, 1), Span(1, 9, 1))
-    views = [View((each,), spans[:1]) for each in spooled]
+    spans = (MediaSpan(0, 3, 1), MediaSpan(1, 9, 1))
+    views = [MediaView((each,), spans[:1]) for each in spooled]
     views += [
-        View(pair, spans) for a, b in itertools.pairwise(spooled) for pair in ((a, b), (b, a))
+        MediaView(pair, spans) for a, b in itertools.pairwise(spooled) for pair in ((a, b), (b, a))
     ]
     assert len({view.digest for view in views}) == len(views) == 29_998
     media = [Medium(MediaKind.PNG, EMPTY, extent.grid, each.digest) for each in spooled]

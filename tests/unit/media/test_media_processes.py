@@ -6,23 +6,22 @@ import subprocess
 import sys
 
 import pytest
-from media_files import clip, model_folder, photo, source, tone
+from media_files import clip, model_folder, photo, seen, tone
 
-from relax_hpc.config.media import MediaConfig
-from relax_hpc.media.canonical import canonical, measured
-from relax_hpc.media.recipe import read_recipe
+from relax_hpc.config.prompts import MediaConfig
+from relax_hpc.data.media.recipe import read_recipe
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from relax_hpc.config.media import MediaConfig
-from relax_hpc.media.canonical import canonical, measured
-from relax_hpc.media.recipe import read_recipe
-from relax_hpc.media.source import Source
+from relax_hpc.config.prompts import MediaConfig
+from relax_hpc.data.media.canonical import canonical, measure_medium
+from relax_hpc.data.media.recipe import read_recipe
+from relax_hpc.data.media.source import MediaSource
 recipe = read_recipe(Path(sys.argv[1]), MediaConfig(video_frames=[2, 8]))
 for name in sys.argv[2:]:
-    medium = Source("x", name.partition("-")[0], path=Path(sys.argv[1]) / name)
-    print(canonical(measured(medium, recipe), recipe).digest.hex())
+    medium = MediaSource("x", name.partition("-")[0], path=Path(sys.argv[1]) / name)
+    print(canonical(measure_medium(medium, recipe), recipe).digest.hex())
 print("torch" in sys.modules)
 """
 
@@ -38,8 +37,8 @@ def folder(tmp_path_factory):
 
 def digests_of(folder, names):
     recipe = read_recipe(folder, MediaConfig(video_frames=[2, 8]))
-    media = (source((folder / n).read_bytes(), n.partition("-")[0]) for n in names)
-    return [canonical(measured(each, recipe), recipe).digest.hex() for each in media]
+    made = (seen((folder / n).read_bytes(), recipe, n.partition("-")[0]) for n in names)
+    return [each.digest.hex() for each in made]
 
 
 def in_a_process(folder, threads, names):

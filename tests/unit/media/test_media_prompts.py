@@ -1,41 +1,27 @@
 """Rows with media: places, tokens, and one line for each that cannot be used."""
 
-import json
 from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from media_files import clip, model_folder, photo, tokenizer, tone
+from media_files import clip, model_folder, photo, prompts_of, tokenizer, tone, write_lines
 
-from relax_hpc.config.media import MediaConfig
-from relax_hpc.config.prompts import PromptsConfig
+from relax_hpc.config.job_file import validate
+from relax_hpc.config.programs import make_absolute
+from relax_hpc.config.prompts import MediaConfig, PromptsConfig
+from relax_hpc.data.overlap import find
 from relax_hpc.errors import ConfigError
-from relax_hpc.media.recipe import read_recipe
-from relax_hpc.prompts.media_tokens import MediaTokens
-from relax_hpc.prompts.overlap import find
-from relax_hpc.prompts.records import Records
-from relax_hpc.prompts.source import PromptSource
 from relax_hpc.roles.rollout import prompt_check
 
 IMAGE, VIDEO, AUDIO = "<|image_pad|>", "<|video_pad|>", "<|audio_pad|>"
-TEMPLATE = (
-    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}"
-    "{%- if m.content is string %}{{- m.content }}{%- else %}{%- for c in m.content %}"
-    "{%- if c.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
-    "{%- elif c.type == 'video' %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}"
-    "{%- elif c.type == 'audio' %}{{- '<|audio_start|><|audio_pad|><|audio_end|>' }}"
-    "{%- else %}{{- c.text }}{%- endif %}{%- endfor %}{%- endif %}{{- '<|im_end|>\n' }}"
-    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)
+IMAGE, VIDEO, AUDIO = "<|image_pad|>", "<|video_pad|>", "<|audio_pad|>"
 TWO = {"prompt": "<image>is it <image>?", "images": ["a.png", "b.png"], "answer": "1"}
 
 
 @pytest.fixture(scope="module")
 def tokens():
-    made = tokenizer()
-    made.chat_template = TEMPLATE
-    return made
+    return tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +39,10 @@ def data(tmp_path_factory):
 @pytest.fixture
 def source(data, tokens, tmp_path):
     def make(*rows, model="qwen3_omni_moe", media=None, **settings):
-        file = data / f"{tmp_path.name}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        settings = {"max_prompt_tokens": 4000} | settings
-        config = PromptsConfig(train=file, media=media or {}, **settings)
+        file = write_lines(data / f"{tmp_path.name}.jsonl", rows)
+        settings = {"max_prompt_tokens": 4000, "media": media or {}} | settings
         folder = model_folder(tmp_path / "model", model) if model else tmp_path
-        recipe = read_recipe(folder, config.media)
-        media_tokens = MediaTokens(recipe, tokens) if recipe else None
-        records = Records(config.mixture, config)
-        return PromptSource(records, tokens, shuffle_seed=None, settings=config, media=media_tokens)
+        return prompts_of(file, folder, tokens, **settings)
 
     return make
 
@@ -109,14 +90,8 @@ def test_parts_markers_and_inline_media_say_the_same(source):
 
 
 def test_all_media_of_a_row_are_in_the_order_of_their_places(source, tokens):
-    row = {
-        "prompt": "<audio> then <video> then <image>",
-        "images": "a.png",
-        "videos": ["c.mp4"],
-        "audios": ["d.wav"],
-        "answer": "1",
-    }
-    made = source(row).prompt(0)
+    every = {"images": "a.png", "videos": ["c.mp4"], "audios": ["d.wav"]}
+    made = source(rows_of("<audio> then <video> then <image>", **every)).prompt(0)
     assert [m.extent.modality for m in made.measured] == ["audio", "video", "image"]
     firsts = [made.token_ids.index(tokens.convert_tokens_to_ids(t)) for t in (AUDIO, VIDEO, IMAGE)]
     assert [span.first for span in made.spans] == firsts == sorted(firsts)
@@ -166,14 +141,10 @@ def test_images_of_parquet_are_read_as_the_hub_writes_them(tmp_path, tokens):
     table = pa.table({"q": ["<image>x"], "image": [image], "a": ["1"]})
     pq.write_table(table, tmp_path / "x.parquet")
     columns = {"prompt": "q", "answer": "a", "images": "image"}
-    settings = PromptsConfig(train=tmp_path / "x.parquet", columns=columns)
-    recipe = read_recipe(model_folder(tmp_path / "m", "qwen3_vl"), MediaConfig())
-    records = Records(settings.mixture, settings)
-    made = PromptSource(
-        records, tokens, shuffle_seed=None, settings=settings, media=MediaTokens(recipe, tokens)
-    )
+    model = model_folder(tmp_path / "m", "qwen3_vl")
+    made = prompts_of(tmp_path / "x.parquet", model, tokens, columns=columns)
     assert made.prompt(0).measured[0].facts.height == 64
-    assert find(records, {}).num_train == 1
+    assert find(made.records, {}).num_train == 1
 
 
 def rows_of(prompt="<image>x", **columns):
@@ -183,54 +154,36 @@ def rows_of(prompt="<image>x", **columns):
 BAD = {
     "fewer places": (rows_of("x", images=["a.png"]), "images holds 1, and the prompt has 0 places"),
     "more places": (rows_of("<image><image>", images=["a.png"]), "images holds 1, and the prompt"),
-    "places of another": (
-        rows_of("<video>", images=["a.png"]),
-        "images holds 1, and the prompt has",
-    ),
+    "places of another": (rows_of("<video>", images=["a.png"]), "images holds 1, and the prompt h"),
     "no media": (rows_of(), "the text has 1 places for media, and the row has none; give them"),
     "placeholder": (rows_of(f"<image>{IMAGE}", images=["a.png"]), f"the text holds {IMAGE}, which"),
     "placeholder only": (rows_of(VIDEO), f"the text holds {VIDEO}, which stands for a medium; "),
     "gone": (rows_of(images=["gone.png"]), "image 1: "),
     "not an image": (rows_of(images=["text.png"]), "image 1 (text.png): is none of the encodings"),
-    "header cut": (
-        rows_of("<video>x", videos=["a.png"]),
-        "video 1 (a.png): is PNG, of image; name",
-    ),
+    "an image": (rows_of("<video>x", videos=["a.png"]), "video 1 (a.png): is PNG, of image; name"),
     "a URL": (rows_of(images=["http://x/a.png"]), "image 1: is 'http://x/a.png'; a job downloads"),
     "no medium": (rows_of(images=[None]), "images holds 1, and the prompt has"),
-    "parts": (
-        rows_of([{"role": "user", "content": [{"type": "table"}]}]),
-        "must be text, or messag",
+    "parts": (rows_of([{"role": "user", "content": [{"type": "table"}]}]), "must be text, or mess"),
+    "audio": (
+        rows_of("<audio>x", audios=["d.wav"]), {"model": "qwen3_vl"},
+        "audio 1 (d.wav): is audio, which qwen3_vl does not take; it takes image",
     ),
-}
+    "a model of text": (
+        TWO, {"model": None}, "has 2 of image, video or audio, and the model reads text only; use",
+    ),
+    "no template": (TWO, {"chat_template": False}, "has media; set prompts.chat_templ"),
+    "too long": (
+        rows_of("<image><audio>x", images=["b.png"], audios=["d.wav"]), {"max_prompt_tokens": 100},
+        "tokens (100 of image, 7 of audio, ... of text), prompts.max_prompt_tok",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_row_that_cannot_be_used_is_named_with_its_medium_and_what_to_do(source, case):
-    row, expected = BAD[case]
-    assert expected in refusal(source(row))
-
-
-def test_audio_for_a_model_that_only_sees_is_refused(source):
-    row = rows_of("<audio>x", audios=["d.wav"])
-    said = refusal(source(row, model="qwen3_vl"))
-    assert said.startswith(
-        "audio 1 (d.wav): is audio, which qwen3_vl does not take; it takes image"
-    )
-
-
-def test_media_with_a_model_of_text_are_refused(source):
-    said = refusal(source(TWO, model=None))
-    assert said.startswith("has 2 of image, video or audio, and the model reads text only; use one")
-    assert refusal(source(TWO, chat_template=False)).startswith("has media; set prompts.chat_templ")
-
-
-def test_a_prompt_that_is_too_long_says_its_tokens_by_kind(source):
-    row = rows_of("<image><audio>x", images=["b.png"], audios=["d.wav"])
-    said = refusal(source(row, max_prompt_tokens=100))
-    assert (
-        "tokens (100 of image, 7 of audio, " in said and " of text), prompts.max_prompt_tok" in said
-    )
+    row, *settings, expected = BAD[case]
+    said = refusal(source(row, **dict(*settings)))
+    assert all(words in said for words in expected.split("..."))
 
 
 def test_paths_may_not_leave_the_folder_that_the_job_names(source, data):
@@ -243,9 +196,7 @@ def test_paths_may_not_leave_the_folder_that_the_job_names(source, data):
 def test_a_template_that_leaves_a_medium_out_is_refused(source, tokens, monkeypatch):
     monkeypatch.setattr(tokens, "chat_template", "{{ messages[0].content[1].text }}")
     said = refusal(source(rows_of(images=["a.png"])))
-    assert said.startswith(
-        f"the chat template writes {IMAGE} 0 times for 1 of image; use the model"
-    )
+    assert said.startswith(f"the chat template writes {IMAGE} 0 times for 1 of image; use the mod")
 
 
 def test_rows_with_bad_media_are_left_out_once_and_listed(source):
@@ -290,9 +241,11 @@ def test_media_are_refused_by_the_name_of_what_cannot_take_them(tmp_path, tokens
 
 
 def test_the_folder_of_media_is_found_from_anywhere(tmp_path, monkeypatch):
-    from relax_hpc.launch.submit import _found_anywhere
+    def absolute(**prompts):
+        tree = {"name": "n", "model": {"path": "m"}, "schedule": {"num_steps": 1}}
+        job = validate(tree | {"prompts": {"train": "x", **prompts}}, source="job")
+        return make_absolute(job).prompts
 
     monkeypatch.chdir(tmp_path)
-    found = _found_anywhere(PromptsConfig(train="x", media={"folder": "photos"}))
-    assert found.media.folder == tmp_path / "photos"
-    assert _found_anywhere(PromptsConfig(train="x")).media == MediaConfig()
+    assert absolute(media={"folder": "photos"}).media.folder == tmp_path / "photos"
+    assert absolute().media == MediaConfig()

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import json
 import re
 import stat
 from contextlib import asynccontextmanager
@@ -13,37 +12,34 @@ import pytest
 from chat_fakes import served
 from deadly import Deadly, Slow, turns_of
 from episode_fakes import answer
-from media_files import model_folder, photo, recipe_of, source, tokenizer
+from media_files import (
+    model_folder,
+    photo,
+    prepared,
+    prompts_of,
+    recipe_of,
+    seen,
+    source,
+    tokenizer,
+    write_lines,
+)
 from roles.role_fakes import config
 
 from relax_hpc.bus.shards.encode import from_columns, to_columns
-from relax_hpc.config.prompts import PromptsConfig
-from relax_hpc.environments import turn_media
-from relax_hpc.environments.base import Outcome
-from relax_hpc.environments.record import Record, record_of
+from relax_hpc.data.media import spool as wire
+from relax_hpc.data.media.canonical import canonical, measure_medium
+from relax_hpc.data.media.expand import MediaSpan
+from relax_hpc.data.media.spool import MediaView
+from relax_hpc.data.media.workers import Decoders, MediaWorkers, Prepared
+from relax_hpc.data.records import Records
+from relax_hpc.data.rows import TaskShare
+from relax_hpc.environments import session as turn_media
+from relax_hpc.environments.environment import Outcome
+from relax_hpc.environments.record import EpisodeRecord, record_of
 from relax_hpc.errors import ConfigError, MediumError, RelaxError
-from relax_hpc.media import wire
-from relax_hpc.media.canonical import canonical, measured
-from relax_hpc.media.expand import Span
-from relax_hpc.media.recipe import read_recipe
-from relax_hpc.media.spool import View
-from relax_hpc.media.workers import Decoders, MediaWorkers, Prepared
-from relax_hpc.prompts.media_tokens import MediaTokens
-from relax_hpc.prompts.records import Records
-from relax_hpc.prompts.source import PromptSource
-from relax_hpc.roles.rollout.build import heldout_shares
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
-from relax_hpc.roles.rollout.prompt_check import Sources
-from relax_hpc.roles.rollout.row_check import Share
+from relax_hpc.roles.rollout.heldout import heldout_shares
 from relax_hpc.schema import MediaKind
-
-TEMPLATE = (
-    "{%- for m in messages %}{{- m.role }}"
-    "{%- if m.content is string %}{{- m.content }}{%- else %}{%- for c in m.content %}"
-    "{%- if c.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
-    "{%- else %}{{- c.text }}{%- endif %}{%- endfor %}{%- endif %}{{- '<|im_end|>' }}"
-    "{%- endfor %}"
-)
 
 
 @pytest.fixture
@@ -52,15 +48,17 @@ def prompts(tmp_path):
     (tmp_path / "a.png").write_bytes(photo(64, 96))
     (tmp_path / "b.jpg").write_bytes(photo(32, 64, "JPEG", seed=1))
     row = {"prompt": "<image>or<image>?", "images": ["a.png", "b.jpg"], "answer": "1"}
-    (tmp_path / "x.jsonl").write_text(json.dumps(row) + "\n")
-    tokens = tokenizer()
-    tokens.chat_template = TEMPLATE
-    settings = PromptsConfig(train=tmp_path / "x.jsonl", media={"image_tokens": [1, 64]})
-    recipe = read_recipe(model_folder(tmp_path / "model", "qwen3_vl"), settings.media)
-    records = Records(settings.mixture, settings)
-    return PromptSource(
-        records, tokens, shuffle_seed=None, settings=settings, media=MediaTokens(recipe, tokens)
-    )
+    file, model = (
+        write_lines(tmp_path / "x.jsonl", [row]), model_folder(tmp_path / "model", "qwen3_vl")
+    )  # fmt: skip
+    return prompts_of(file, model, tokenizer(), media={"image_tokens": [1, 64]})
+
+
+@pytest.fixture
+def spool(tmp_path):
+    made = tmp_path / "spool"
+    made.mkdir()
+    return made
 
 
 class Engine:
@@ -91,14 +89,14 @@ class Talk:
         return Outcome({"all": 1.0})
 
 
-def group_of(prompts, engine, spool, *more, records=None):
+def group_of(prompts, engine, spool, *more, records=None, environment=None):
     settings = config(rollout__samples_per_prompt=3)
 
     async def run():
         media = prompts.media_tokens
         async with MediaWorkers(media.recipe, media.decoders, spool) as workers:
             made = Episodes(
-                settings, Talk(*more), engine, prompts.conversation, None,
+                settings, environment or Talk(*more), engine, prompts.conversation, None,
                 max_tokens=1000, workers=workers, media_tokens=prompts.media_tokens,
             )  # fmt: skip
             grouper = Grouper(settings, prompts, made)
@@ -112,12 +110,11 @@ def group_of(prompts, engine, spool, *more, records=None):
 
 
 def test_siblings_are_shown_the_canonical_arrays_and_the_bus_gets_bytes_and_digests(
-    prompts, tmp_path
+    prompts, spool, tmp_path
 ):
-    engine, spool = Engine(), tmp_path / "spool"
-    spool.mkdir()
+    engine = Engine()
     group, left = group_of(prompts, engine, spool)
-    prompt, recipe = prompts[0], prompts._media.recipe
+    prompt, recipe = prompts[0], prompts.media_tokens.recipe
     arrays = [canonical(each, recipe) for each in prompt.measured]
     assert [each.array.shape for each in arrays] == [(1, 64, 96, 3), (1, 32, 64, 3)]
     assert len(engine.seen) == 3 and len(set(map(str, engine.files))) == 1, "decoded once"
@@ -158,10 +155,9 @@ def said(text, **image):
     return [{"type": "image", **image}, {"type": "text", "text": text}]
 
 
-def test_media_that_an_environment_adds_are_shown_from_that_turn_on(prompts, tmp_path):
+def test_media_that_an_environment_adds_are_shown_from_that_turn_on(prompts, spool):
     """By hand: the prompt's images have 6 and 2 tokens, that of the second turn 4."""
-    engine, spool = Engine(), tmp_path / "spool"
-    spool.mkdir()
+    engine = Engine()
     data = photo(64, 64, seed=7)
     more = [said("and this?", image={"bytes": data}), "and now?"]
     group, left = group_of(prompts, engine, spool, *more)
@@ -172,8 +168,7 @@ def test_media_that_an_environment_adds_are_shown_from_that_turn_on(prompts, tmp
         [3] * 3,
         [3] * 3,
     ]
-    recipe = prompts._media.recipe
-    expected = canonical(measured(source(data), recipe), recipe)
+    expected = seen(data, prompts.media_tokens.recipe)
     pad = prompts.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     for given, view, arrays in (*turns[1], *turns[2]):
         assert np.array_equal(arrays[2], expected.array)
@@ -206,13 +201,10 @@ class TalkOverHttp:
         return Outcome({"all": 1.0})
 
 
-def test_images_that_an_agent_sends_are_shown_as_those_of_an_environment(
-    prompts, tmp_path, monkeypatch
-):
+def test_images_that_an_agent_sends_are_shown_as_those_of_an_environment(prompts, tmp_path):
     data = photo(64, 64, seed=7)
-    monkeypatch.setattr(f"{__name__}.Talk", lambda *_: TalkOverHttp(data))
     engine = Engine()
-    group, _ = group_of(prompts, engine, tmp_path)
+    group, _ = group_of(prompts, engine, tmp_path, environment=TalkOverHttp(data))
     assert [len(view.media) for _, view, _ in engine.seen] == [2] * 3 + [3] * 3
     for row in group.trajectories:
         assert row.segment == 0 and row.loss_mask.sum() == 4
@@ -282,14 +274,12 @@ def test_media_in_a_history_that_is_written_anew_or_for_a_model_of_text_are_refu
         )  # fmt: skip
         shown = replace(prompts[0], measured=())
         with pytest.raises(RelaxError, match=re.escape(message)):
-            asyncio.run(made.run(shown, [Record()], made.how(1.0), 0, [1]))
+            asyncio.run(made.run(shown, [EpisodeRecord()], made.how(1.0), 0, [1]))
 
 
-def test_a_medium_that_cannot_be_decoded_is_named_and_leaves_nothing(prompts, tmp_path):
+def test_a_medium_that_cannot_be_decoded_is_named_and_leaves_nothing(prompts, spool, tmp_path):
     data = (tmp_path / "a.png").read_bytes()
     (tmp_path / "a.png").write_bytes(data[: len(data) // 2])
-    spool = tmp_path / "spool"
-    spool.mkdir()
     with pytest.raises(ConfigError, match=r"x.jsonl, line 1: image 1 \(a.png\): "):
         group_of(prompts, Engine(), spool)
     assert list(spool.iterdir()) == []
@@ -297,7 +287,7 @@ def test_a_medium_that_cannot_be_decoded_is_named_and_leaves_nothing(prompts, tm
 
 def shown_as(kind, monkeypatch):
     """Makes all media of rows and of environments such ones."""
-    read, added = Records.__getitem__, turn_media.added_by
+    read, added = Records.__getitem__, turn_media.find_added_media
 
     def row(records, index):
         record = read(records, index)
@@ -305,7 +295,7 @@ def shown_as(kind, monkeypatch):
 
     monkeypatch.setattr(Records, "__getitem__", row)
     monkeypatch.setattr(
-        turn_media, "added_by", lambda *given: tuple(kind(*each) for each in added(*given))
+        turn_media, "find_added_media", lambda *given: tuple(kind(*each) for each in added(*given))
     )
 
 
@@ -319,22 +309,23 @@ def test_the_loop_turns_while_headers_of_prompts_and_of_turns_are_read(
 
     async def run():
         async with MediaWorkers(media.recipe, media.decoders, tmp_path) as workers:
-            turns, prompt = await turns_of(prompts.asked(0))
+            turns, prompt = await turns_of(prompts.fetch(0))
             assert turns > 20 and prompt.token_ids == before.token_ids
             assert [each.facts for each in prompt.measured] == [m.facts for m in before.measured]
-            monkeypatch.setattr(workers, "prepared", lambda *_: prepared())
+            monkeypatch.setattr(workers, "prepare", lambda *_: prepare())
             async with turn_media.TurnMedia(media, workers, prompts._settings) as more:
                 given = turn_media.Given([1]), "x.jsonl, line 1", [message], "<|image_pad|>"
-                turns, found = await turns_of(more.added(*given))
+                added = more.add(*given, prompts.conversation.tokens)
+                turns, found = await turns_of(added)
                 assert turns > 20 and len(found.token_ids) == 1 + 4
-            heldout = Sources(prompts, {"heldout": prompts})
-            shares = heldout_shares(config(eval__heldout__num_prompts=1), Share(0, 1), heldout)
+            heldout = {"heldout": prompts}
+            shares = heldout_shares(config(eval__heldout__num_prompts=1), TaskShare(0, 1), heldout)
             turns, found = await turns_of(shares)
             assert turns > 20 and [each.index for each in found["heldout"]] == [0]
 
     @asynccontextmanager
-    async def prepared():
-        yield Prepared((), View((), ()))
+    async def prepare():
+        yield Prepared((), MediaView((), ()))
 
     asyncio.run(run())
 
@@ -352,12 +343,12 @@ def recipe(tmp_path):
 
 def test_files_of_the_spool_are_private_shared_and_end_with_who_looks(recipe, tmp_path):
     """Two prompts show the same image: the file stays until both are done."""
-    medium = measured(source(photo(64, 96)), recipe)
+    medium = measure_medium(source(photo(64, 96)), recipe)
 
     async def run():
         async with MediaWorkers(recipe, Decoders(1), tmp_path) as workers:
-            async with workers.prepared([medium], []) as outer:
-                async with workers.prepared([medium, medium], []) as inner:
+            async with workers.prepare([medium], []) as outer:
+                async with workers.prepare([medium, medium], []) as inner:
                     [one, two] = inner.view.media
                     assert one.path == two.path == outer.view.media[0].path
                 await asyncio.sleep(0)
@@ -371,16 +362,14 @@ def test_files_of_the_spool_are_private_shared_and_end_with_who_looks(recipe, tm
     asyncio.run(run())
 
 
-def test_who_is_cancelled_while_media_are_decoded_leaves_no_file(recipe, tmp_path):
-    medium = measured(source(photo(1500, 1500, "JPEG")), recipe)
-    spool = tmp_path / "spool"
-    spool.mkdir()
+def test_who_is_cancelled_while_media_are_decoded_leaves_no_file(recipe, spool):
+    medium = measure_medium(source(photo(1500, 1500, "JPEG")), recipe)
 
     async def run():
         async with MediaWorkers(recipe, Decoders(1), spool) as workers:
 
             async def look():
-                async with workers.prepared([medium] * 3, []):
+                async with workers.prepare([medium] * 3, []):
                     pytest.fail("it was cancelled before")
 
             looking = asyncio.create_task(look())
@@ -395,15 +384,15 @@ def test_who_is_cancelled_while_media_are_decoded_leaves_no_file(recipe, tmp_pat
 
 
 def test_a_view_is_the_same_after_the_wire_and_other_texts_are_refused(recipe, tmp_path):
-    medium = measured(source(photo(64, 96)), recipe)
+    medium = measure_medium(source(photo(64, 96)), recipe)
 
     async def run():
         async with (
             MediaWorkers(recipe, Decoders(1), tmp_path) as workers,
-            workers.prepared([medium], [Span(0, 4, 6)]) as made,
+            workers.prepare([medium], [MediaSpan(0, 4, 6)]) as made,
         ):
             sent = wire.view_of(wire.text_of(made.view, 7))
-            assert sent == wire.Sent(made.view, 7)
+            assert sent == wire.SentView(made.view, 7)
             whole = wire.view_of(wire.text_of(made.view, 7, with_contents=True))
             [content] = whole.contents
             assert np.array_equal(wire.array_in(content), canonical(medium, recipe).array)
@@ -415,17 +404,10 @@ def test_a_view_is_the_same_after_the_wire_and_other_texts_are_refused(recipe, t
 
 
 def test_the_bus_gets_arrays_where_the_job_says_so(recipe, tmp_path):
-    medium = measured(source(photo(64, 96)), recipe)
-
-    async def run():
-        async with (
-            MediaWorkers(recipe, Decoders(1), tmp_path, "canonical") as workers,
-            workers.prepared([medium], []) as made,
-        ):
-            return made.media[0], made.view.media[0].digest
-
-    stored, digest = asyncio.run(run())
-    assert (stored.kind, stored.canonical_xxh3) == (MediaKind.TENSOR, digest)
+    medium = measure_medium(source(photo(64, 96)), recipe)
+    made, _ = prepared(recipe, [medium], tmp_path, "canonical")
+    [stored], [shown] = made.media, made.view.media
+    assert (stored.kind, stored.canonical_xxh3) == (MediaKind.TENSOR, shown.digest)
     array = wire.array_in(stored.data.tobytes())
     assert np.array_equal(array, canonical(medium, recipe).array)
 
@@ -434,16 +416,8 @@ def test_the_bus_gets_whichever_is_smaller_where_the_job_says_so(recipe, tmp_pat
     """64 tokens are 65,536 pixels, 196,608 bytes: fewer than this PNG has, more than that JPEG."""
     large, small = photo(512, 512), photo(256, 256, "JPEG", seed=1)
     assert len(small) < 65536 * 3 < len(large)
-    shown = [measured(source(each), recipe) for each in (large, small)]
-
-    async def run():
-        async with (
-            MediaWorkers(recipe, Decoders(1), tmp_path, "smaller") as workers,
-            workers.prepared(shown, []) as made,
-        ):
-            return made.media
-
-    as_array, as_it_is = asyncio.run(run())
+    shown = [measure_medium(source(each), recipe) for each in (large, small)]
+    as_array, as_it_is = prepared(recipe, shown, tmp_path, "smaller")[0].media
     assert as_array.kind is MediaKind.TENSOR
     array = wire.array_in(as_array.data.tobytes())
     assert np.array_equal(array, canonical(shown[0], recipe).array)

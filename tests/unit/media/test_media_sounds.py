@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from media_files import recipe_of, source, tone
+from media_files import recipe_of, seen, source, tone
 
-from relax_hpc.media import mel as mel_module
-from relax_hpc.media.canonical import canonical, measured
-from relax_hpc.media.extent import audio_tokens, resampled
-from relax_hpc.media.mel import mel
-from relax_hpc.media.sounds import decoded
+from relax_hpc.data.media import decode
+from relax_hpc.data.media.canonical import canonical, measure_medium
+from relax_hpc.data.media.decode import decode_sound, mel
+from relax_hpc.data.media.extent import audio_tokens, count_resampled
+from relax_hpc.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +28,9 @@ def test_mel_and_tokens_are_those_of_transformers(recipe, seconds):
     )
 
     data = tone(seconds)
-    found = canonical(measured(sound(data), recipe), recipe)
+    found = seen(data, recipe, "audio")
     extractor = WhisperFeatureExtractor(feature_size=128, chunk_length=300)
-    samples = decoded(sound(data), recipe.audio)
+    samples = decode_sound(sound(data), recipe.audio)
     # As Qwen3OmniMoeProcessor asks it: audio_kwargs.
     expected = extractor(
         [samples], sampling_rate=16000, padding=True, truncation=False,
@@ -63,7 +63,7 @@ def test_a_spectrum_is_that_of_transformers_whatever_is_heard(recipe, count):
 def test_what_is_computed_at_once_changes_no_bit(recipe, monkeypatch):
     samples = np.random.default_rng(1).normal(0, 0.1, 20000).astype(np.float32)
     whole = mel(samples, recipe.audio)
-    monkeypatch.setattr(mel_module, "_AT_ONCE", 7)
+    monkeypatch.setattr(decode, "_AT_ONCE", 7)
     assert np.array_equal(mel(samples, recipe.audio), whole)
 
 
@@ -81,8 +81,8 @@ def test_tokens_are_those_of_transformers_for_every_length():
 @pytest.mark.parametrize("rate", [16000, 44100])
 def test_every_encoding_and_rate_is_the_same_tone(recipe, form, rate):
     data = tone(0.8, rate, channels=2, form=form)
-    medium = measured(sound(data), recipe)
-    samples = decoded(sound(data), recipe.audio)
+    medium = measure_medium(sound(data), recipe)
+    samples = decode_sound(sound(data), recipe.audio)
     assert medium.facts.kind.name == form
     loudest = np.abs(np.fft.rfft(samples)).argmax() * 16000 / len(samples)
     assert abs(loudest - 440) < 3 and np.abs(samples).max() == pytest.approx(0.225, abs=0.03)
@@ -90,8 +90,8 @@ def test_every_encoding_and_rate_is_the_same_tone(recipe, form, rate):
 
 
 def test_the_mean_of_two_channels_is_taken(recipe):
-    samples = decoded(sound(tone(0.1, channels=2, loud=0.4)), recipe.audio)
-    assert np.allclose(samples, decoded(sound(tone(0.1, loud=0.3)), recipe.audio), atol=1e-4)
+    samples = decode_sound(sound(tone(0.1, channels=2, loud=0.4)), recipe.audio)
+    assert np.allclose(samples, decode_sound(sound(tone(0.1, loud=0.3)), recipe.audio), atol=1e-4)
 
 
 def test_as_many_samples_are_told_as_a_resampler_makes():
@@ -99,4 +99,11 @@ def test_as_many_samples_are_told_as_a_resampler_makes():
     for rate in (8000, 22050, 44100, 48000):
         for count in (401, 1000, 12345, 33333, 44099):
             made = soxr.resample(np.zeros(count, np.float32), rate, 16000)
-            assert resampled(count, rate, 16000) == len(made), (rate, count)
+            assert count_resampled(count, rate, 16000) == len(made), (rate, count)
+
+
+@pytest.mark.parametrize("held_s", [0.9, 1.1])
+def test_a_sound_that_holds_less_or_more_than_its_header_says_is_refused(recipe, held_s):
+    said = measure_medium(sound(tone(1.0)), recipe)
+    with pytest.raises(ConfigError, match=f"says 100 mel frames, and holds {held_s * 100:.0f}"):
+        canonical(said._replace(source=sound(tone(held_s))), recipe)

@@ -7,17 +7,16 @@ import pytest
 import torch
 from media_files import of_transformers, recipe_of, tokenizer
 
-from relax_hpc.media.expand import Span, expand, with_times
-from relax_hpc.media.extent import extent_of, interleaved
-from relax_hpc.media.facts import Facts
-from relax_hpc.media.positions import next_position, positions
+from relax_hpc.data.media.expand import MediaSpan, expand, next_position, positions, with_times
+from relax_hpc.data.media.extent import extent_of, interleave
+from relax_hpc.data.media.kinds import MediaFacts
 from relax_hpc.schema import MediaKind
 
-IMAGE = Facts("image", MediaKind.PNG, 300, 420)
-WIDE = Facts("image", MediaKind.PNG, 90, 700)
-VIDEO = Facts("video", MediaKind.MP4, 200, 160, 100, 23.976)
-SHORT = Facts("video", MediaKind.MP4, 120, 160, 31, 10.0)
-SOUND = Facts("audio", MediaKind.WAV, num_samples=37777, sampling_rate=16000)
+IMAGE = MediaFacts("image", MediaKind.PNG, 300, 420)
+WIDE = MediaFacts("image", MediaKind.PNG, 90, 700)
+VIDEO = MediaFacts("video", MediaKind.MP4, 200, 160, 100, 23.976)
+SHORT = MediaFacts("video", MediaKind.MP4, 120, 160, 31, 10.0)
+SOUND = MediaFacts("audio", MediaKind.WAV, num_samples=37777, sampling_rate=16000)
 CASES = {
     "text": [],
     "image": [IMAGE],
@@ -27,9 +26,9 @@ CASES = {
     "audio": [SOUND],
     "mixed": [WIDE, VIDEO, SOUND, IMAGE, SHORT],
 }
-TALL = Facts("video", MediaKind.MP4, 1200, 90, 31, 10.0)
-LONG = Facts("audio", MediaKind.MP4, num_samples=441001, sampling_rate=44100)
-BRIEF = Facts("audio", MediaKind.MP4, num_samples=7000, sampling_rate=16000)
+TALL = MediaFacts("video", MediaKind.MP4, 1200, 90, 31, 10.0)
+LONG = MediaFacts("audio", MediaKind.MP4, num_samples=441001, sampling_rate=44100)
+BRIEF = MediaFacts("audio", MediaKind.MP4, num_samples=7000, sampling_rate=16000)
 HEARD = {
     "video and its sound": [(VIDEO, SOUND)],
     "sound that lasts longer": [(SHORT, LONG)],
@@ -62,7 +61,7 @@ def row(name, case, recipes, tokens):
         if pair[0].modality not in recipe.family.placeholders:
             continue
         made = [extent_of(each, recipe) for each in pair]
-        extents += interleaved(*made, recipe.positions_per_s) if made[1:] else made
+        extents += interleave(*made, recipe.positions_per_s) if made[1:] else made
         parts.append(f"part {number}" + recipe.family.wrapped[pair[0].modality])
     text = "<|im_start|>user\n" + "".join(parts) + "what?<|im_end|>\n"
     ids = {recipe.family.placeholders[m]: m for m in recipe.family.placeholders}
@@ -209,8 +208,8 @@ def test_a_placeholder_that_was_sampled_is_text(recipes, tokens):
 
 def test_positions_by_hand(recipes):
     # 2 tokens of text, an image of 2 x 3 tokens, 1 of text.
-    extent = extent_of(Facts("image", MediaKind.PNG, 64, 96), recipes["qwen3_vl"])
-    found = positions(9, [Span(0, 2, 6)], [extent], recipes["qwen3_vl"])
+    extent = extent_of(MediaFacts("image", MediaKind.PNG, 64, 96), recipes["qwen3_vl"])
+    found = positions(9, [MediaSpan(0, 2, 6)], [extent], recipes["qwen3_vl"])
     assert found.tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5],
         [0, 1, 2, 2, 2, 3, 3, 3, 5],

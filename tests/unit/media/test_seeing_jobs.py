@@ -8,22 +8,21 @@ from media_files import model_folder
 from roles.role_fakes import config
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.roles.critic.check import check_critic
-from relax_hpc.roles.scorer import check as reference_check
 from relax_hpc.roles.sft import document_check
-from relax_hpc.roles.teacher import check as teacher_check
+from relax_hpc.roles.training import check
 
 SEES = SimpleNamespace(vision=object(), vocab_size=8, model_type="qwen3_vl", is_window=False,
     max_positions=64,
 )  # fmt: skip
+FACTS = SimpleNamespace(
+    shape=SEES, check_weights=lambda _: None, tokens=lambda _: {}, architecture=lambda _: SEES
+)
 
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
     """Two folders of one preprocessor, one of another, one of text; weights are not looked at."""
-    for module in (reference_check, teacher_check):
-        monkeypatch.setattr(module, "check_model", lambda *_: SEES)
-        monkeypatch.setattr(module, "check_weights", lambda *_: None)
+    monkeypatch.setattr(check, "check_model", lambda *_: SEES)
     made = [model_folder(tmp_path / name, "qwen3_vl") for name in ("policy", "same", "other")]
     rules = made[2] / "preprocessor_config.json"
     rules.write_text(json.dumps(json.loads(rules.read_text()) | {"patch_size": 14}))
@@ -44,24 +43,24 @@ def teacher(models, name, **more):
 def test_a_model_that_would_be_shown_other_pixels_scores_nothing(models, name):
     own = config(model__path=models["policy"], reference={"placement": "own", "path": models[name]})
     with pytest.raises(ConfigError, match=r"reference\.path = .*its images are made otherwise"):
-        reference_check.check_reference(own, SEES)
+        check.check_reference(own, FACTS)
     with pytest.raises(ConfigError, match=r"teachers\.t\.path = .*its images are made otherwise"):
-        teacher_check.check_teachers(teacher(models, name), SEES)
+        check.check_teachers(teacher(models, name), FACTS)
 
 
 def test_one_of_the_same_preprocessor_does_unless_it_has_prompts_of_its_own(models):
     own = config(
         model__path=models["policy"], reference={"placement": "own", "path": models["same"]}
     )
-    reference_check.check_reference(own, SEES)
-    teacher_check.check_teachers(teacher(models, "same"), SEES)
+    check.check_reference(own, FACTS)
+    check.check_teachers(teacher(models, "same"), FACTS)
     with pytest.raises(ConfigError, match=r"teachers\.t\.prompt: has no media, and model\.path"):
-        teacher_check.check_teachers(teacher(models, "same", prompt="{prompt} {answer}"), SEES)
+        check.check_teachers(teacher(models, "same", prompt="{prompt} {answer}"), FACTS)
 
 
 def test_a_critic_and_documents_are_of_text(models):
     run = config(model__path=models["policy"], algorithm={"preset": "ppo"}, critic={})
     with pytest.raises(ConfigError, match=r"critic: is shown no media, and model\.path"):
-        check_critic(run, SEES)
+        check.check_critic(run, FACTS)
     with pytest.raises(ConfigError, match=r"qwen3_vl', which sees, and documents have no media"):
         document_check.check_model(run, SEES)

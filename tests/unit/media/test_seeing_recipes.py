@@ -1,24 +1,26 @@
-"""Jobs of models that see or hear, checked as far as that goes without weights; their data sets."""
+"""Jobs of models that see or hear, checked as far as that goes without weights; their data."""
 
 import io
 import json
 import math
+import re
 import struct
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from media_files import clip, tone
+from media_files import clip, lines, tone, write_lines
 from PIL import Image
 from typer.testing import CliRunner
 
+from relax_hpc.cli.demo import models
 from relax_hpc.cli.main import app
-from relax_hpc.demo import hearing, seeing
+from relax_hpc.cli.prepare import Made, prepare
 from relax_hpc.errors import ConfigError
-from relax_hpc.models import registry
-from relax_hpc.preparation.prepare import Made, prepare
+from relax_hpc.trainer.models import registry
 
 JOBS = Path(__file__).parents[3] / "jobs"
 RECIPES = sorted([*JOBS.glob("qwen3-vl-*.toml"), *JOBS.glob("qwen3-omni-*.toml")])
@@ -62,16 +64,16 @@ def stand_in(folder, shape):
     """A model of this shape whose weights are a hole in a file; the rest is the tiny one's."""
     kind, text, vision = SHAPES[shape]
     if kind == "omni":
-        tokens = hearing.tokenizer()
-        hearing.save(folder, hearing.model(tokens, seed=0), tokens)
+        tokens = models.hearing_tokenizer()
+        models.save_hearing(folder, models.hearing_model(tokens, seed=0), tokens)
     else:
-        tokens = seeing.tokenizer()
-        seeing.save(folder, seeing.model(kind, tokens, seed=0), tokens)
+        tokens = models.seeing_tokenizer()
+        models.save_seeing(folder, models.seeing_model(kind, tokens, seed=0), tokens)
     whole = json.loads((folder / "config.json").read_text())
     config = whole.get("thinker_config", whole)
-    config["text_config"] |= TEXT | text
     for of_the_tiny_one in ("layer_types", "num_local_experts"):
         config["text_config"].pop(of_the_tiny_one, None)
+    config["text_config"] |= TEXT | text
     config["vision_config"] |= vision
     if kind == "omni":
         config["audio_config"] |= AUDIO
@@ -153,8 +155,7 @@ def downloaded(folder, name, parts):
         (folder / "NextQA").mkdir()
         for number in range(5):
             (folder / f"NextQA/{number}.mp4").write_bytes(clip(range(40 + number), rate=10))
-        text = "".join(json.dumps(row) + "\n" for row in parts["train"])
-        (folder / "nextqa_0-30s.jsonl").write_text(text)
+        write_lines(folder / "nextqa_0-30s.jsonl", parts["train"])
         return folder
     for part, rows in parts.items():
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{part}-00000-of-00001.parquet")
@@ -178,21 +179,23 @@ def test_a_recipe_passes_check_with_a_model_of_its_shape(job, tmp_path):
     answer = CliRunner().invoke(app, ["check", str(job), "--local", "--decode", *options])
     assert answer.exit_code == 0, f"{answer.output}\n{answer.exception}"
     named = job.relative_to(JOBS.parent)
-    assert f"{named}" in (JOBS.parent / "docs" / "recipes.md").read_text()
+    assert f"{named}" in (JOBS.parent / "docs" / "how-to" / "recipes.md").read_text()
     assert f"relax-hpc submit {named}" in job.read_text()
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def made_of(folder, name, heldout, **parts):
+    """What is made of the parts of a data set, the rows to train on and those held out."""
+    source = downloaded(folder / "downloaded", name, parts)
+    made = prepare(name, str(source), folder / "out", heldout=heldout)
+    return made, *(lines(folder / "out" / f"{part}.jsonl") for part in ("train", "heldout"))
 
 
 def test_openr1mm_shows_its_image_before_the_problem_and_keeps_what_is_in_the_tag(tmp_path):
     same = openr1mm_row(1, problem="<image> How wide?")
     rows = [openr1mm_row(1), openr1mm_row(2), same, openr1mm_row(2), openr1mm_row(3, solution="7")]
-    source = downloaded(tmp_path / "downloaded", "openr1mm", {"train": rows})
-    assert prepare("openr1mm", str(source), tmp_path / "out", heldout=1) == Made(3, 1, 1)
-    out = tmp_path / "out"
-    found = lines(out / "train.jsonl") + lines(out / "heldout.jsonl")
+    made, train, heldout = made_of(tmp_path, "openr1mm", 1, train=rows)
+    found, out = train + heldout, tmp_path / "out"
+    assert made == Made(3, 1, 1)
     assert sorted(row["answer"] for row in found) == ["1", "1", "2", "7"]
     for row in found:
         assert row["prompt"].startswith("<image>How ") and row["prompt"].count("<image>") == 1
@@ -208,9 +211,8 @@ def test_geometry3k_keeps_its_test_part(tmp_path):
         "train": [geometry3k_row(1), geometry3k_row(2)], "validation": [geometry3k_row(3)],
         "test": [geometry3k_row(2), geometry3k_row(4)],
     }  # fmt: skip
-    source = downloaded(tmp_path / "downloaded", "geometry3k", parts)
-    assert prepare("geometry3k", str(source), tmp_path / "out", heldout=1) == Made(2, 2, 1)
-    train, heldout = (lines(tmp_path / "out" / f"{part}.jsonl") for part in ("train", "heldout"))
+    made, train, heldout = made_of(tmp_path, "geometry3k", 1, **parts)
+    assert made == Made(2, 2, 1)
     assert {row["answer"] for row in train} == {"\\frac{1}{2}", "\\frac{3}{2}"}
     assert {row["answer"] for row in heldout} == {"\\frac{2}{2}", "\\frac{4}{2}"}
     assert train[0]["prompt"].startswith("<image>Find $x$.\n\nThink step by step")
@@ -218,10 +220,9 @@ def test_geometry3k_keeps_its_test_part(tmp_path):
 
 def test_avqa_shows_image_and_sound_with_choices_and_keeps_its_valid_part(tmp_path):
     parts = {"train": [avqa_row(0), avqa_row(1), avqa_row(0)], "valid": [avqa_row(2)]}
-    source = downloaded(tmp_path / "downloaded", "avqa", parts)
-    assert prepare("avqa", str(source), tmp_path / "out", heldout=9) == Made(2, 1, 1)
+    made, train, (heldout,) = made_of(tmp_path, "avqa", 9, **parts)
+    assert made == Made(2, 1, 1)
     out = tmp_path / "out"
-    train, (heldout,) = (lines(out / f"{part}.jsonl") for part in ("train", "heldout"))
     assert [row["answer"] for row in train] == ["A", "B"] and heldout["answer"] == "C"
     assert train[0]["prompt"].startswith(
         "<image><audio>What makes the sound?\nA. a dog\nB. a train\nC. rain\nD. a bell\n\nLook and"
@@ -233,14 +234,13 @@ def test_avqa_shows_image_and_sound_with_choices_and_keeps_its_valid_part(tmp_pa
 
 
 def test_nextqa_links_its_videos_and_holds_some_prompts_out(tmp_path):
-    source = downloaded(tmp_path / "downloaded", "nextqa", {"train": [*map(nextqa_row, range(4))]})
-    assert prepare("nextqa", str(source), tmp_path / "out", heldout=1) == Made(3, 1, 0)
-    found = [*lines(tmp_path / "out/train.jsonl"), *lines(tmp_path / "out/heldout.jsonl")]
-    assert sorted(row["answer"] for row in found) == ["A", "B", "C", "D"]
-    for row in found:
+    made, train, heldout = made_of(tmp_path, "nextqa", 1, train=[*map(nextqa_row, range(4))])
+    assert made == Made(3, 1, 0)
+    assert sorted(row["answer"] for row in train + heldout) == ["A", "B", "C", "D"]
+    for row in train + heldout:
         assert row["prompt"].startswith("<video>why did the boy fall?\nA. ice\n")
         (video,) = row["videos"]
-        given = source / "NextQA" / f"{'ABCD'.index(row['answer'])}.mp4"
+        given = tmp_path / "downloaded" / "NextQA" / f"{'ABCD'.index(row['answer'])}.mp4"
         assert (tmp_path / "out" / video).samefile(given)
 
 
@@ -271,3 +271,43 @@ def test_a_row_that_is_none_of_the_data_set_is_named_and_nothing_is_written(tmp_
     where = {"avqa": "omni_rl_format_train.json, row 0", "nextqa": "nextqa_0-30s.jsonl, line 1"}
     assert where.get(name, "train-00000-of-00001.parquet, row 0") in str(refused.value)
     assert not (tmp_path / "out").exists()
+
+
+PAGE = (JOBS.parent / "docs" / "explanation" / "media.md").read_text()
+SECTION = PAGE.partition("## Photos of your own")[2].partition("\n## ")[0]
+
+
+@pytest.fixture
+def photos(tmp_path, monkeypatch):
+    """What the reader has before: fifty photos, ten further ones, and a model."""
+    monkeypatch.chdir(tmp_path)
+    tokens = models.seeing_tokenizer()
+    made = tmp_path / "models" / "Qwen3-VL-4B-Instruct"
+    models.save_seeing(made, models.seeing_model("vl", tokens, seed=0), tokens)
+    (tmp_path / "photos").mkdir()
+    random = np.random.default_rng(0)
+    [line] = re.findall(r"^```json\n(.*)\n```", SECTION, re.MULTILINE)
+    rows = []
+    for number in range(60):
+        pixels = random.integers(0, 256, (90, 120, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "photos" / f"{number:04}.jpg")
+        rows.append(line.replace("0001", f"{number:04}"))
+    (tmp_path / "train.jsonl").write_text("\n".join(rows[:50]))
+    (tmp_path / "heldout.jsonl").write_text("\n".join(rows[50:]))
+    [job] = re.findall(r"^```toml\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL)
+    (tmp_path / "photos.toml").write_text(job)
+    return tmp_path
+
+
+def test_the_job_of_the_page_passes_check_and_a_broken_photo_is_named(
+    photos,
+):
+    [check, *_] = re.findall(r"^relax-hpc (check .*?) +#", SECTION, re.MULTILINE)
+    arguments = [*check.split(), "--local"]
+    answer = CliRunner().invoke(app, arguments)
+    assert answer.exit_code == 0, f"{answer.output}\n{answer.exception!r}"
+    assert "prompts are" not in answer.output, "one question about fifty photos is fifty prompts"
+    photo = photos / "photos" / "0007.jpg"
+    photo.write_bytes(photo.read_bytes()[:700])
+    answer = CliRunner().invoke(app, arguments)
+    assert "train.jsonl, line 8: image 1 (photos/0007.jpg)" in str(answer.exception)

@@ -11,23 +11,23 @@ from roles.role_fakes import Journal, config, row
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.log import RecordKind, read_log
-from relax_hpc.bus.plan import Part, PlanRecord
+from relax_hpc.bus.plan import PlanRecord, ShardRange
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.shards import media
-from relax_hpc.comm.world import SoloWorld
-from relax_hpc.config.media import MediaConfig
+from relax_hpc.config.prompts import MediaConfig
+from relax_hpc.data.media.canonical import canonical, measure_medium
+from relax_hpc.data.media.kinds import modality_of
+from relax_hpc.data.media.recipe import read_recipe, read_view
+from relax_hpc.data.media.stored import StoredMedium, make_stored_array, read_stored
 from relax_hpc.errors import DamagedError
-from relax_hpc.media.canonical import canonical, measured
-from relax_hpc.media.kinds import modality_of
-from relax_hpc.media.recipe import read_recipe, read_view
-from relax_hpc.media.stored import Stored, stored, stored_as_array
-from relax_hpc.paths import BusPaths
 from relax_hpc.roles.actor import loop as actor
 from relax_hpc.roles.dealing import sight as sights
 from relax_hpc.roles.dealing.portions import Portion
-from relax_hpc.roles.dealing.sight import Sight
+from relax_hpc.roles.dealing.sight import StepMedia
 from relax_hpc.roles.scorer import loop as scorer
+from relax_hpc.runtime.comm.world import SoloWorld
+from relax_hpc.runtime.paths import BusPaths
 from relax_hpc.schema import PromptGroup
 
 BOUNDS = {"image_tokens": [1, 64], "video_frames": [2, 4], "video_tokens_per_frame": [1, 64]}
@@ -43,13 +43,13 @@ class Bus:
             source(photo(64, 96)), source(photo(32, 64, "JPEG", seed=1)),
             source(clip(range(6)), "video"),
         ]  # fmt: skip
-        found = [measured(each, self.recipe) for each in sources]
+        found = [measure_medium(each, self.recipe) for each in sources]
         made = [canonical(each, self.recipe) for each in found]
         self.arrays = [each.array for each in made]
         if as_arrays:
-            held = [stored_as_array(each, each.digest) for each in made]
+            held = [make_stored_array(each, each.digest) for each in made]
         else:
-            held = [stored(a, b.digest) for a, b in zip(found, made, strict=True)]
+            held = [read_stored(a, b.digest) for a, b in zip(found, made, strict=True)]
         self.paths = BusPaths(root / "bus")
         layout.create(self.paths, ["rollout-0"], {"run": "test"})
         with Producer(self.paths, "rollout-0", {"run": "test"}) as producer:
@@ -64,7 +64,7 @@ class Bus:
     def portion(self, step, number, guids):
         """A portion of a step, of whole groups."""
         commits = [self.commits[guid] for guid in guids]
-        parts = [Part("rollout-0", each.fence, each.seq, each.uuid, 0, 2) for each in commits]
+        parts = [ShardRange("rollout-0", each.fence, each.seq, each.uuid, 0, 2) for each in commits]
         return PlanRecord(step, list(guids), parts, 2 * len(parts), 0, 9, number, last=number == 1)
 
     def noted(self, sight, record):
@@ -110,7 +110,7 @@ def same(found, expected):
 
 def test_a_tower_is_given_what_the_policy_saw_and_each_medium_is_read_once_a_step(bus):
     reader = CountingReader(bus.paths)
-    sight = Sight(reader, bus.recipe)
+    sight = StepMedia(reader, bus.recipe)
     first = bus.noted(sight, bus.portion(1, 0, [0, 1]))
     assert not any(medium.data.size for each in first for medium in each.media), "no byte of it"
     assert same(sight.pixels(everything(first)), shown(bus, first))
@@ -127,7 +127,7 @@ def test_what_has_no_room_is_read_again(bus, monkeypatch):
     room = bus.arrays[0].nbytes + bus.arrays[1].nbytes
     monkeypatch.setattr(sights, "MOST_KEPT_BYTES", room)
     reader = CountingReader(bus.paths)
-    sight = Sight(reader, bus.recipe)
+    sight = StepMedia(reader, bus.recipe)
     rows = bus.noted(sight, bus.portion(1, 0, [0, 1]))
     for _ in range(2):
         assert same(sight.pixels(everything(rows)), shown(bus, rows))
@@ -140,23 +140,23 @@ def test_of_what_other_ranks_encode_no_byte_is_read(bus, monkeypatch):
     monkeypatch.setattr(
         media, "read", lambda shard, of: numbers.append(list(of)) or read(shard, of)
     )
-    sight = Sight(Reader(bus.paths), bus.recipe)
+    sight = StepMedia(Reader(bus.paths), bus.recipe)
     rows = bus.noted(sight, bus.portion(1, 0, [0, 1]))
     assert same(sight.pixels([(rows[3], 1)]), [bus.arrays[2]])
     assert numbers == [[1]], "the second medium of its shard"
 
 
 def test_the_first_is_made_use_of_while_the_others_are_decoded(bus, monkeypatch):
-    may_end, real = threading.Event(), Stored.canonical
+    may_end, real = threading.Event(), StoredMedium.canonical
 
     def slowly(self, recipe):
         if modality_of(self.medium) == "video":
             assert may_end.wait(30)
         return real(self, recipe)
 
-    monkeypatch.setattr(Stored, "canonical", slowly)
+    monkeypatch.setattr(StoredMedium, "canonical", slowly)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    sight = Sight(Reader(bus.paths), bus.recipe)
+    sight = StepMedia(Reader(bus.paths), bus.recipe)
     rows = bus.noted(sight, bus.portion(1, 0, [0, 1]))
     found = sight.pixels(everything(rows))
     early = [next(found) for _ in range(3)]
@@ -166,14 +166,14 @@ def test_the_first_is_made_use_of_while_the_others_are_decoded(bus, monkeypatch)
 
 def test_other_bounds_than_those_of_the_run_are_named(tmp_path):
     bus = Bus(tmp_path)
-    sight = Sight(Reader(bus.paths), read_recipe(tmp_path / "qwen3_vl", MediaConfig()))
+    sight = StepMedia(Reader(bus.paths), read_recipe(tmp_path / "qwen3_vl", MediaConfig()))
     rows = bus.noted(sight, bus.portion(1, 0, [0]))
     with pytest.raises(DamagedError, match=r"1 x 4 x 6 patches, and .* by prompts.media and the"):
         list(sight.pixels(everything(rows)))
 
 
 def test_a_medium_that_is_an_array_says_what_it_is(bus):
-    rows = bus.noted(Sight(Reader(bus.paths), bus.recipe), bus.portion(1, 0, [0, 1]))
+    rows = bus.noted(StepMedia(Reader(bus.paths), bus.recipe), bus.portion(1, 0, [0, 1]))
     assert [modality_of(each) for each in (*rows[0].media, *rows[2].media)] == [
         "image", "image", "video",
     ]  # fmt: skip
@@ -214,7 +214,7 @@ class Tower:
         self.step += 1
         return {}
 
-    def named_weights(self):
+    def stream_weights(self):
         return iter(())
 
 
@@ -224,7 +224,7 @@ def test_the_actors_loop_shows_its_trainer_the_media_of_every_portion(bus, tmp_p
     dealt = [Portion(records[0], columns, [[[3, 0], [1, 2]]], []),
              Portion(records[1], columns, [[[1, 0]]], [])]  # fmt: skip
     duties = SimpleNamespace(
-        next_portion=lambda step, timers: dealt.pop(0), publish=lambda *_: False,
+        next_task=lambda step, timers: dealt.pop(0), publish=lambda *_: False,
         end_step=lambda *_: None, finish=lambda: None,
     )  # fmt: skip
     settings = config(
@@ -240,15 +240,15 @@ def test_the_actors_loop_shows_its_trainer_the_media_of_every_portion(bus, tmp_p
 def test_a_model_that_scores_is_shown_them_too(bus):
     parts = bus.portion(1, 0, [0, 1, 2]).parts
     rounds = [scorer.Round(1, parts, [[[5, 0], [1, 2, 3, 4]]]), None]
-    duties = SimpleNamespace(next_round=lambda: rounds.pop(0), put=lambda scored: None)
+    duties = SimpleNamespace(next_task=lambda *_: rounds.pop(0), put=lambda scored: None)
     engine, reader = Tower(), Reader(bus.paths)
-    scorer.run(SoloWorld(), engine, reader, duties, Sight(reader, bus.recipe))
+    scorer.run(SoloWorld(), engine, reader, duties, StepMedia(reader, bus.recipe))
     [(rows, pixels)] = engine.seen
     assert len(rows) == 6 and same(pixels, shown(bus, rows))
 
 
 def test_rows_of_a_model_of_text_are_read_as_ever():
-    sight, engine = Sight(Journal(), None), SimpleNamespace()
+    sight, engine = StepMedia(Journal(), None), SimpleNamespace()
     sight.serve(engine)
     sight.note(SimpleNamespace(step=1), [0], [row()])
     assert sight.columns == ()

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from relax_hpc.data import rows
+from relax_hpc.data.rows import open_rows, paths_of
 from relax_hpc.errors import ConfigError
-from relax_hpc.prompts import parquet, rows
-from relax_hpc.prompts.files import open_rows, paths_of
 
 
 def lines(path, numbers, **more):
@@ -135,7 +135,7 @@ def test_parquet_that_was_cut_short_is_refused_and_a_damaged_row_group_is_named(
 
 
 def test_a_row_group_above_the_budget_is_refused_by_size_and_remedy(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet, "MOST_GROUP_BYTES", 2**20)
+    monkeypatch.setattr(rows, "MOST_GROUP_BYTES", 2**20)
     path = tmp_path / "x.parquet"
     texts = [f"{n}" * 300 for n in range(5000)]
     pq.write_table(pa.table({"n": texts}), path, row_group_size=4000, use_dictionary=False)
@@ -152,8 +152,8 @@ def test_row_groups_are_held_within_bounds_and_the_last_ones_longest(tmp_path, m
     texts = [f"{n:05}" * 200 for n in range(800)]
     pq.write_table(pa.table({"n": texts}), path, row_group_size=100, use_dictionary=False)
     size = sum(map(len, texts)) // 8
-    cache = parquet.GroupCache(int(3.5 * size))
-    monkeypatch.setattr(parquet, "_CACHE", cache)
+    cache = rows.GroupCache(int(3.5 * size))
+    monkeypatch.setattr(rows, "_CACHE", cache)
     found, read = open_rows(path), []
     plain = found.read
     monkeypatch.setattr(found, "read", lambda number: read.append(number) or plain(number))
@@ -193,7 +193,7 @@ def test_of_a_long_file_few_places_are_kept_and_every_line_is_found(
     expected = [n for n in range(1, 38) if n not in blank]
     assert len(found._starts) <= max(most_marks, 1) and len(found) == len(expected) + 1
     for index, number in enumerate(expected):
-        assert found[index] == rows.Row(f"{path}, line {number}", {"n": number}, tmp_path)
+        assert found[index] == rows.DataRow(f"{path}, line {number}", {"n": number}, tmp_path)
         assert found.where(index) == f"{path}, line {number}"
     assert found.where(len(expected)) == f"{path}, line 38"
     assert sum(found.blocks.sizes) == len(found)
@@ -246,7 +246,7 @@ def test_a_set_of_a_hub_needs_the_library_and_is_read_by_row(tmp_path, monkeypat
     assert asked == [("a/b", "main", "train"), ("gsm8k", None, "test")]
     fields, given = {"n": 5}, {"n": 5, "none": None}
     assert len(found) == 296
-    assert found[0] == rows.Row("hf:a/b:main/train, row 5", fields, given=given)
+    assert found[0] == rows.DataRow("hf:a/b:main/train, row 5", fields, given=given)
     assert list(found.blocks.sizes) == [251, 44, 1]
     assert paths_of(Path("hf:a/b/train")) == []
     with pytest.raises(ConfigError, match=r"hf:no/where/x: cannot be loaded: offline; correct"):

@@ -17,7 +17,7 @@ import json, sys
 from pathlib import Path
 from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.prompts.records import Records
+from relax_hpc.data.records import Records
 try:
     settings = PromptsConfig(train=[Path(name) for name in sys.argv[1:]])
     records = Records(settings.mixture, settings)

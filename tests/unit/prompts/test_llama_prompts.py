@@ -5,11 +5,11 @@ import json
 import llamas
 import pytest
 
+from relax_hpc.config.hf_config import ends_of
+from relax_hpc.data import tokenizer as tokenizers
+from relax_hpc.data.conversation import Conversation
+from relax_hpc.data.documents import ChatTemplate
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.config_json import ends_of
-from relax_hpc.prompts import tokenizer as tokenizers
-from relax_hpc.prompts.chat import ChatTemplate
-from relax_hpc.prompts.conversation import Conversation
 
 KNOWN = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+2="}]
 REPLY = {"role": "assistant", "content": "3"}

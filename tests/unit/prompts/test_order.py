@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.errors import ConfigError
-from relax_hpc.prompts import order
-from relax_hpc.prompts.order import (
+from relax_hpc.data import order
+from relax_hpc.data.order import (
     Blocks,
+    DataSource,
     Epochs,
     Grades,
     Mixture,
-    Order,
     Permutation,
-    Source,
+    RowOrder,
     grades_of,
     shares,
 )  # fmt: skip
+from relax_hpc.errors import ConfigError
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(sum)
 
@@ -180,8 +180,8 @@ def test_a_source_that_would_never_have_a_turn_is_refused():
 
 
 def test_sources_of_a_mixture_run_through_their_own_epochs():
-    sources = [Source("a", Blocks([30], 1), 3.0), Source("b", Blocks([70, 30], 1), 1.0)]
-    both = Order(sources, 5)
+    sources = [DataSource("a", Blocks([30], 1), 3.0), DataSource("b", Blocks([70, 30], 1), 1.0)]
+    both = RowOrder(sources, 5)
     assert len(both) == 130
     rows = [both[ordinal] for ordinal in range(1000)]
     small, large = ([row for row in rows if (row < 30) == is_small] for is_small in (True, False))
@@ -193,20 +193,20 @@ def test_sources_of_a_mixture_run_through_their_own_epochs():
 
 
 def test_without_a_seed_sources_follow_each_other_and_ordinals_start_at_0():
-    sources = [Source("a", Blocks([2], 1), 3.0), Source("b", Blocks([1, 2], 1), 1.0)]
-    plain = Order(sources, None)
+    sources = [DataSource("a", Blocks([2], 1), 3.0), DataSource("b", Blocks([1, 2], 1), 1.0)]
+    plain = RowOrder(sources, None)
     assert [plain[ordinal] for ordinal in range(7)] == [0, 1, 2, 3, 4, 0, 1]
     with pytest.raises(IndexError, match="start at 0"):
         plain[-1]
 
 
-MIX = [Source("a", Blocks([3, 2, 4], 2), 2.0), Source("b", Blocks([5], 1), 1.0)]
+MIX = [DataSource("a", Blocks([3, 2, 4], 2), 2.0), DataSource("b", Blocks([5], 1), 1.0)]
 FROZEN = [10, 1, 0, 13, 8, 12, 2, 7, 6, 5, 4, 3]
 
 
 def test_the_order_is_the_one_that_runs_were_begun_with():
     """Whoever changes it raises `order.VERSION`, and writes down the new one here."""
-    frozen, one = Order(MIX, 7), Epochs(MIX[0].blocks, 7, "a")
+    frozen, one = RowOrder(MIX, 7), Epochs(MIX[0].blocks, 7, "a")
     assert [frozen[ordinal] for ordinal in range(12)] == FROZEN
     assert frozen[10**12] == 9
     assert [one[n] for n in range(18)] == [1, 0, 8, 2, 7, 6, 5, 4, 3, 8, 7, 4, 6, 5, 3, 2, 1, 0]
@@ -216,9 +216,9 @@ def test_the_order_is_the_one_that_runs_were_begun_with():
 @pytest.mark.parametrize("hash_seed", ["0", "1"])
 def test_a_fresh_process_has_the_same_order(hash_seed):
     program = (
-        "import json; from relax_hpc.prompts.order import *\n"
-        "mix = [Source('a', Blocks([3, 2, 4], 2), 2.0), Source('b', Blocks([5], 1), 1.0)]\n"
-        "far = Order(mix, 7)\n"
+        "import json; from relax_hpc.data.order import *\n"
+        "mix = [DataSource('a', Blocks([3, 2, 4], 2), 2.0), DataSource('b', Blocks([5], 1), 1.0)]\n"
+        "far = RowOrder(mix, 7)\n"
         "print(json.dumps([far[n] for n in reversed(range(12))]))"
     )
     command = [sys.executable, "-c", program]

@@ -12,15 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_hpc.config.job_file import load
 from relax_hpc.config.prompts import PromptsConfig
+from relax_hpc.data import records as records_of
+from relax_hpc.data import rows as parquet
+from relax_hpc.data.records import Records
+from relax_hpc.data.source import KeptRows, PromptSource
 from relax_hpc.errors import ConfigError
-from relax_hpc.job_file import load
 from relax_hpc.launch.submit import resolve
-from relax_hpc.prompts import parquet
-from relax_hpc.prompts import records as records_of
-from relax_hpc.prompts.kept import Kept
-from relax_hpc.prompts.records import Records
-from relax_hpc.prompts.source import PromptSource
 
 
 class Letters:
@@ -93,7 +92,7 @@ def test_the_rows_kept_of_each_block_are_counted(blocks, first, data):
         len(set(range(start, start + size)) - out)
         for start, size in zip(starts, blocks, strict=True)
     ]
-    assert Kept(total, out).sizes(blocks, first) == expected
+    assert KeptRows(total, out).sizes(blocks, first) == expected
 
 
 def test_what_is_wrong_with_a_source_is_said_with_its_name(mixed, tmp_path):
@@ -164,7 +163,7 @@ def test_data_is_named_once(job, overrides):
 
 
 def test_names_of_data_are_the_same_wherever_a_role_starts(job):
-    text = Path("job.toml").read_text()
+    text = Path("job.toml").read_text(encoding="utf-8")
     sources = """
 [prompts.sources.a]
 path = ["x.jsonl[5:]", "hf:a/b/train"]
@@ -173,7 +172,7 @@ path = "y"
 weight = 2
 """
     train = next(line for line in text.splitlines() if line.startswith(("train", "prompts.train")))
-    Path("job.toml").write_text(text.replace(train, "") + sources)
+    Path("job.toml").write_text(text.replace(train, "") + sources, encoding="utf-8")
     config, _ = resolve(load(Path("job.toml")))
     found = {name: list(map(str, each.path)) for name, each in config.prompts.sources.items()}
     here = Path.cwd()
@@ -202,10 +201,10 @@ def test_the_event_loop_turns_while_a_row_group_is_read_and_rows_that_are_held_a
     monkeypatch.setattr(parquet.ParquetRows, "read", waits)
 
     async def run():
-        late = [asyncio.create_task(records.asked(row)) for row in (34, 6)]
+        late = [asyncio.create_task(records.fetch(row)) for row in (34, 6)]
         while not begun.is_set():
             await asyncio.sleep(0.001)
-        assert (await asyncio.wait_for(records.asked(3), 5)).prompt == texts[8]
+        assert (await asyncio.wait_for(records.fetch(3), 5)).prompt == texts[8]
         assert not any(each.done() for each in late)
         slow.set()
         return [(await each).prompt for each in late]

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from relax_hpc.rewards.contract import Score
+from relax_hpc.environments.rewards.contract import Score
 
 
 def by_order(response):
@@ -110,7 +110,7 @@ def nan(response):
 def started():
     """Notes a process that a reward has started, for the test to look whether it is gone."""
     if "HOSTILE_PIDS" in os.environ:
-        with Path(os.environ["HOSTILE_PIDS"]).open("a") as file:
+        with Path(os.environ["HOSTILE_PIDS"]).open("a", encoding="utf-8") as file:
             file.write(f"{os.getpid()}\n")
 
 
@@ -164,7 +164,7 @@ def forks_many():
 
 def leaves_a_program():
     child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    with Path(os.environ.get("HOSTILE_PIDS", os.devnull)).open("a") as file:
+    with Path(os.environ.get("HOSTILE_PIDS", os.devnull)).open("a", encoding="utf-8") as file:
         file.write(f"{child.pid}\n")
     raise ValueError("left a program")
 
@@ -198,7 +198,7 @@ def floods():
 
 
 def opens_files():
-    return [Path(os.devnull).open() for _ in itertools.count()]
+    return [Path(os.devnull).open(encoding="utf-8") for _ in itertools.count()]
 
 
 def grows():

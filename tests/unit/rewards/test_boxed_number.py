@@ -1,7 +1,7 @@
 import pytest
 
-from relax_hpc.rewards.functions import boxed_number
-from relax_hpc.rewards.registry import REWARDS
+from relax_hpc.environments.rewards.functions import boxed_number
+from relax_hpc.environments.rewards.registry import REWARDS
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,4 @@ def test_numbers_are_compared_as_numbers(box, answer, reward):
 
 def test_every_reward_a_job_can_name_exists():
     for name, reward in REWARDS.items():
-        assert callable(reward.imported().score), name
+        assert callable(reward.import_module().score), name

@@ -1,19 +1,17 @@
 """Programs against unit tests, in the sandbox that there is."""
 
-import asyncio
 import json
 
 import pytest
 from problems import PROBLEMS
+from reward_runs import in_processes, refusal
 from test_sandbox import REASON
 
-from relax_hpc.config.reward import RewardConfig
-from relax_hpc.errors import ConfigError
-from relax_hpc.rewards import trial, unit_tests
-from relax_hpc.rewards.contract import Sample, Score
-from relax_hpc.rewards.functions import code
-from relax_hpc.rewards.sandbox import SandboxError
-from relax_hpc.rewards.scorer import Scorer
+from relax_hpc.config.rollout import RewardConfig
+from relax_hpc.environments.rewards import trial
+from relax_hpc.environments.rewards.contract import Sample, Score
+from relax_hpc.environments.rewards.functions import code
+from relax_hpc.environments.rewards.sandbox import SandboxError
 
 SANDBOX = "limits" if REASON else "bubblewrap"
 THIRDS = {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "4"]}
@@ -38,16 +36,68 @@ def test_a_right_solution_passes_and_one_with_a_mistake_does_not(name):
     assert scored(problem.solution.replace(problem.right, problem.wrong), problem.tests) == 0
 
 
+CALLS_F = [
+    {"inputs": [[[1, 4]]], "outputs": [2], "fn_name": "f"},
+    "def check(f):\n    assert f([1, 4]) == 2",
+    ["assert Solution().f([1, 4]) == 2", "assert isclose(Solution().f([4, 1]), 2.0)"],
+]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [["len(Counter(a))", "bisect_right(a, 4)", "bisect.bisect(a, 4)", "len(deepcopy(a))"],
+     ["int(math.sqrt(len(a)) ** 2)", "len(reduce(concat, [a, []]))", "sum(repeat(1, len(a)))"],
+     ["len(re.findall('[0-9]', str(a)))", "int(Fraction(len(a)))", "len(heapify(a) or a)"],
+     ["len(a) if inf > gcd(4, 6) else sys.maxsize", "pow(len(a), 1, 9)", "len(itemgetter(0)([a]))",
+      "len(a) + datetime.date(1, 1, 1).year - date.min.year", "len(a) * (string.digits == digits)"],
+    ],
+)  # fmt: skip
+def test_a_program_has_the_names_that_graders_import_for_it(values):
+    """R1."""
+    text = (
+        "class Solution:\n    def f(self, a: List[int]) -> Optional[int]:\n"
+        f"        values = ({', '.join(values)},)\n"
+        "        return values[0] if len({*values}) == 1 else values\nadd = Solution().f"
+    )
+    assert all(scored(text, tests, sandbox="limits") == 1 for tests in CALLS_F)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("from __future__ import annotations\n'doc'\nx: Nowhere = 1\nprint(x)", "1"),
+     ("'doc'\nprint(__doc__)", "doc"),
+     ("input = stdin.readline\nprint(int(input()) + int(input()))", "7"),
+     ("from math import *\ndef gcd(a, b):\n    return 'own'\nprint(gcd(2, 4), sqrt(4))", "own 2.0"),
+     ("print(pow(2, 5, 7), max([1, 2]), 'Counter' in globals())", "4 2 False"),
+     ("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    print(e.__traceback__.tb_lineno)", "2"),
+     ("def f(n):\n    return n and 1 + f(n - 1)\nprint(f(49_000))", "49000"),
+     ("@cache\ndef f(n):\n    return n and 1 + f(n - 1)\nprint(f(9_000))", "9000"),
+     ("def f():\n    f()\ntry:\n    f()\nexcept RecursionError:\n    print('deep')", "deep"),
+     ("import resource as r\nr.setrlimit(r.RLIMIT_STACK, (r.getrlimit(r.RLIMIT_STACK)[1],) * 2)\n"
+      "print(1)", "1")],
+)  # fmt: skip
+def test_a_program_that_reads_and_prints_has_them_and_keeps_its_own(text, said):
+    """R1: its own names, lines and beginning stay; so do deep calls."""
+    assert scored(text, {"inputs": ["3\n4\n"], "outputs": [said]}, sandbox="limits") == 1
+
+
+@pytest.mark.parametrize(
+    "tests",
+    ["assert add(4, 6) == 10", "def check(f):\n    assert f(4, 6) == 10",
+     {"inputs": [[4, 6]], "outputs": [10], "fn_name": "add"}],
+)  # fmt: skip
+def test_a_function_that_python_has_is_no_answer_of_a_program_without_it(tests):
+    """R1: names that are lent do not stand for what the program lacks."""
+    own = "def add(a, b):\n    return operator.add(a, b)"
+    assert scored("x = 1", tests, sandbox="limits") == 0
+    assert scored(own, tests, sandbox="limits") == 1
+
+
 def test_all_tests_count_or_the_fraction_that_passes():
-    echo = "print(input())"
+    echo, one = "print(input())", {"inputs": ["1"], "outputs": ["1"]}
+    assert (scored(echo, one), scored(f"{echo}\n1 / 0", one)) == (1, 0), "it says so, and fails"
     assert scored(echo, THIRDS) == 0
     assert scored(echo, THIRDS, all_or_nothing=False) == pytest.approx(2 / 3)
-
-
-def test_a_program_that_says_what_is_right_and_fails_has_not_passed():
-    tests = {"inputs": ["1"], "outputs": ["1"]}
-    assert scored("print(input())", tests) == 1
-    assert scored("print(input())\n1 / 0", tests) == 0
 
 
 def test_the_answer_has_the_tests_where_the_metadata_has_none():
@@ -97,7 +147,7 @@ def test_without_a_block_after_the_thoughts_it_is_0():
      ("1 2 3", "1 2", False), ("", "", True), ("x", "1.5", False), ("1000001", "1000000", False)],
 )  # fmt: skip
 def test_output_is_compared_word_by_word(given, wanted, right):
-    assert unit_tests.same_output(given, wanted) is right
+    assert code.same_output(given, wanted) is right
 
 
 @pytest.mark.parametrize(
@@ -132,7 +182,7 @@ def test_values_are_compared_outside_of_the_program(returned, wanted, right):
 )
 def test_tests_of_another_form_are_an_error(tests, words):
     with pytest.raises(ValueError, match=words):
-        unit_tests.tests_in(tests)
+        code.tests_in(tests)
 
 
 def test_a_line_without_tests_is_an_error_that_names_the_keys_there_are():
@@ -146,21 +196,16 @@ def test_a_job_scores_programs_by_the_name_of_the_reward_and_its_settings():
     answer = json.dumps(THIRDS)
     trial.check(config, Sample("", answer=answer))
     responses = [f"```python\n{text}\n```" for text in ("print(input())", "1 / 0")]
-
-    async def score():
-        async with Scorer(config) as scorer:
-            return await scorer.score([Sample(each, answer=answer) for each in responses])
-
-    assert asyncio.run(score()) == [Score(pytest.approx(2 / 3)), Score(0.0)]
+    samples = [Sample(each, answer=answer) for each in responses]
+    assert in_processes(config, samples) == [[Score(pytest.approx(2 / 3)), Score(0.0)]]
 
 
 def test_a_job_whose_programs_have_no_sandbox_is_refused_by_the_name_of_the_reward(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    refused = "reward.name = 'code': sandbox = \"bubblewrap\": there is no program bwrap"
-    with pytest.raises(ConfigError, match=refused):
-        trial.check(RewardConfig(name="code"), Sample(""))
-    with pytest.raises(ConfigError, match=r"reward\.args\.sandbox = 'none'"):
-        trial.check(RewardConfig(name="code", args={"sandbox": "none"}), Sample(""))
+    said = "reward.name = 'code': sandbox = \"bubblewrap\": there is no program bwrap"
+    assert said in refusal(RewardConfig(name="code"), Sample(""))
+    none = RewardConfig(name="code", args={"sandbox": "none"})
+    assert "reward.args.sandbox = 'none'" in refusal(none, Sample(""))
 
 
 def test_an_answer_that_only_looks_like_tests_can_never_be_matched():
@@ -172,24 +217,23 @@ def test_a_node_without_a_sandbox_is_an_error_and_no_zero(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxError, match="no program bwrap"):
         scored("print(1)", THIRDS, sandbox="bubblewrap")
-    with pytest.raises(ConfigError, match="there is no program bwrap"):
-        code.check(sandbox="bubblewrap", deadline_s=4.0)
 
 
 def test_check_refuses_tests_that_are_not_where_the_job_says():
     here, there = {"tests": THIRDS}, {"args": {"sandbox": "limits"}}
     trial.check(RewardConfig(name="code", **there), Sample("", metadata=here))
     elsewhere = RewardConfig(name="code", args={"sandbox": "limits", "tests": "tsts"})
-    said = r"reward\.name = 'code': .*neither 'tsts' nor an answer, but tests; name the key"
-    with pytest.raises(ConfigError, match=said):
-        trial.check(elsewhere, Sample("", metadata=here))
-    with pytest.raises(ConfigError, match=r"to a prompt of yours, ValueError: .*write {"):
-        trial.check(RewardConfig(name="code", **there), Sample("", metadata={"tests": {"a": 1}}))
+    said = refusal(elsewhere, Sample("", metadata=here))
+    assert said.startswith("reward.name = 'code': ")
+    assert "neither 'tsts' nor an answer, but tests; name the key" in said
+    odd = Sample("", metadata={"tests": {"a": 1}})
+    said = refusal(RewardConfig(name="code", **there), odd)
+    assert "write {" in said.partition("to a prompt of yours, ValueError: ")[2]
 
 
 def test_check_refuses_a_budget_that_the_deadline_of_the_reward_ends():
     args = {"sandbox": "limits", "budget_s": 10.0}
     sample = Sample("", metadata={"tests": THIRDS})
-    with pytest.raises(ConfigError, match=r"reward\.args\.budget_s = 10: does not end before"):
-        trial.check(RewardConfig(name="code", args=args), sample)
+    said = refusal(RewardConfig(name="code", args=args), sample)
+    assert "reward.args.budget_s = 10: does not end before" in said
     trial.check(RewardConfig(name="code", args=args, deadline_s=10.5), sample)

@@ -9,9 +9,9 @@ import hostile
 import psutil
 import pytest
 
-from relax_hpc.config.reward import RewardConfig
-from relax_hpc.rewards.contract import Sample, Score
-from relax_hpc.rewards.scorer import Scorer
+from relax_hpc.config.rollout import RewardConfig
+from relax_hpc.environments.rewards.contract import Sample, Score
+from relax_hpc.environments.rewards.scorer import Scorer
 
 pytestmark = pytest.mark.long
 
@@ -145,7 +145,7 @@ def test_what_a_reward_started_ends_when_its_owner_is_killed(
         finally:
             os._exit(1)
     noted = Path(os.environ["HOSTILE_PIDS"])
-    wait_until(lambda: len(noted.read_text().split()) == 20)
+    wait_until(lambda: len(noted.read_text(encoding="utf-8").split()) == 20)
     os.kill(owner, 9)
     os.waitpid(owner, 0)
     wait_for_the_end_of(leftover)

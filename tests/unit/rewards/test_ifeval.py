@@ -5,10 +5,10 @@ import types
 
 import pytest
 
+from relax_hpc.environments.rewards import instruction_rules as rules
+from relax_hpc.environments.rewards.functions import ifbench, ifeval
+from relax_hpc.environments.rewards.instruction_rules import LANGUAGES, RULES, follows
 from relax_hpc.errors import ConfigError
-from relax_hpc.rewards.functions import ifbench, ifeval
-from relax_hpc.rewards.instruction_rules import RULES, follows
-from relax_hpc.rewards.languages import LANGUAGES
 
 CASES = [
     ("keywords:existence", {"keywords": ["Tea", "cup"]}, "A teapot and a CUP.", True),
@@ -49,7 +49,7 @@ CASES = [
     ("length_constraints:number_sentences", {"num_sentences": 3, "relation": "at least"},
      "Wait... what?! ... !!!", False),
     ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "at least"},
-     "A heading\n\nand a line without an end", True),
+     "A heading\n\nand a line without an end", False),
     ("length_constraints:nth_paragraph_first_word",
      {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "however"}, "Yes.\n\n*However*, no.",
      True),
@@ -199,7 +199,8 @@ def test_an_empty_response_follows_nothing(kind):
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     "babble", ["!" * 2**18 + "a", "Dr. ", "<<a", "<<" + "a" * 2**18, "```json" + " " * 2**18,
-               "\n " * 2**17 + "x", "*a", "* ", "[a", "P . S", "-" * 2**18 + "a"],
+               "\n " * 2**17 + "x", "*a", "* ", "[a", "P . S", "-" * 2**18 + "a", '. "',
+               "." + " " * 2**18 + "P"],
     ids=lambda babble: ascii(babble[:4]),
 )  # fmt: skip
 def test_much_babble_takes_no_longer_than_to_read_it_a_few_times(babble):
@@ -295,3 +296,56 @@ def test_ifbench_is_refused_where_it_is_not_installed():
         ifbench.check(registry="no_such_ifbench.instructions_registry")
     with pytest.raises(ConfigError, match="'json': has no INSTRUCTION_DICT"):
         ifbench.check(registry="json")
+
+
+def test_a_quotation_around_all_hides_no_beginning_of_a_line():
+    """R7: sections, a postscript and bullets stand behind its opening mark."""
+    assert rules.has_sections('"SECTION 1: a\n\nSECTION 2: b"', "SECTION", 2)
+    assert rules.has_postscript('"P.S. It rains."', "P.S.")
+    assert rules.has_bullets('"* a\n* b"', 2) and rules.has_bullets('"a" - b\n- c', 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("1. do this.", 1), ("Steps:\n1. do this.\n2. do that.", 2), ("1. a b. 2. c d.", 2),
+     ("**1.** Go.\n**2.** Stay.", 2), ("1.1. Go.\n1.2. Stay.", 2), ("ii. Go.\n\niii. Stay.", 2),
+     ("It is 5. He is 6.", 2), ("In 1999. Then.", 2), ("It is:\n42.", 1),
+     ("1. In D.C.\n2. In 2021.", 2), ("Pears, etc.\n\nWe left.", 2)],
+)  # fmt: skip
+def test_the_number_of_an_item_is_no_sentence(text, count):
+    """R7: else numbering alone would make as many sentences as are asked for."""
+    assert rules.has_sentences(text, count, "at least")
+    assert rules.has_sentences(text, count + 1, "less than")
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "text", "followed"),
+    [
+        ("length_constraints:number_sentences", {"num_sentences": 3, "relation": "less than"},
+         "<<Roads>>\n\nAxles are heavy.\n\n**Day 1**\n\nRoads wear.", True),
+        ("length_constraints:number_sentences", {"num_sentences": 3, "relation": "at least"},
+         "Dear Jake,\n\nI am well.\n\nBest regards,\n\n[Name]", False),
+        ("detectable_content:postscript", {"postscript_marker": "P.S."},
+         'How about "The Sun"? P.S. Keep it up.', True),
+        ("detectable_content:postscript", {"postscript_marker": "P.P.S"},
+         "I am well.** *P.P.S: Write!", True),
+        ("detectable_content:postscript", {"postscript_marker": "P.S."}, "I am well. P.S.", False),
+        ("detectable_content:postscript", {"postscript_marker": "P.S."}, "See P.S. below.", False),
+        ("detectable_format:multiple_sections", {"section_spliter": "Audience", "num_sections": 2},
+         '"\\"Audience 1: a\n\nAudience 2: b\\""', True),
+        ("detectable_format:title", {}, "<<Life -> Death>>\na", True),
+        ("detectable_format:title", {}, "<<<< >>>>", False),
+        ("detectable_format:title", {}, "<<\nA title>>", False),
+        ("detectable_format:number_bullet_lists", {"num_bullets": 2},
+         "* * *Sit*\n* * *\n* * *Stay*", True),
+        ("change_case:english_capital", {}, "OPTION A IS A BETTER WAY", True),
+        ("change_case:english_lowercase", {}, "a heart so pure, a soul so bright", True),
+        ("language:response_language", {"language": "bn"},
+         "Google Maps-এ ভিউ যোগ করা হয়েছে। AI-চালিত LaMDA 2 মডেল দেখানো হয়েছে।", True),
+        ("language:response_language", {"language": "it"},
+         "Yacht sulla riva\nNotti tranquille stelle\nOnde incantano", True),
+    ],
+)  # fmt: skip
+def test_what_other_models_write_is_judged_as_a_reader_does(kind, arguments, text, followed):
+    """R7: responses of public models that the rules and IFEval's own program told differently."""
+    assert follows(text, kind, arguments) is followed

@@ -2,11 +2,15 @@
 
 import pytest
 
+from relax_hpc.environments.rewards.contract import Score, fail
+from relax_hpc.environments.rewards.scorer import (
+    LEAST,
+    WINDOW,
+    ErrorLimit,
+)
 from relax_hpc.errors import RewardError
-from relax_hpc.rewards.contract import Score, failed
-from relax_hpc.rewards.limit import LEAST, WINDOW, ErrorLimit
 
-GOOD, BAD = Score(1.0), failed("ValueError: a bug")
+GOOD, BAD = Score(1.0), fail("ValueError: a bug")
 
 
 def feed(limit, scores, first=0):
@@ -32,7 +36,7 @@ def test_a_run_ends_when_more_than_the_allowed_part_of_the_window_failed():
 
 def test_equal_reasons_are_counted_and_the_most_frequent_are_named():
     """1 of reason 1, 2 of reason 2 ...: of seven, the five that are there most."""
-    scores = [failed(f"reason {number}") for number in range(1, 8) for _ in range(number)]
+    scores = [fail(f"reason {number}") for number in range(1, 8) for _ in range(number)]
     _, said = feed(ErrorLimit(0.0), [*scores, *[GOOD] * LEAST])
     assert (
         "failed for 28 of the last 200 samples, among them, by guid/sibling, "

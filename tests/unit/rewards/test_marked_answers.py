@@ -3,8 +3,7 @@
 
 import pytest
 
-from relax_hpc.errors import ConfigError
-from relax_hpc.rewards.functions import (
+from relax_hpc.environments.rewards.functions import (
     dapo,
     deepscaler,
     exact,
@@ -14,6 +13,7 @@ from relax_hpc.rewards.functions import (
     multiple_choice,
     openr1mm,
 )
+from relax_hpc.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,11 @@ from relax_hpc.rewards.functions import (
         (r"Answer: 34. Not \boxed{33}", "34", 0),  # the box on the line
         ("Answer: 34\n" + r"\boxed{33}", "34", 1),
         ("Answer:\n" + r"\boxed{34}", "34", 1),
-        ("Answer:\n34", "34", 0),
+        ("Answer:\n34", "34", 1),  # R11: as verl, `Answer\\s*:\\s*([^\\n]+)`
+        ("**Answer**:\r\n\n34", "34", 1),
+        ("Answer: 34\nAnswer:", "34", 1),
+        ("Answer:\n33\n34", "34", 0),
+        ("Answer:", "34", 0),
         ("Answer: 34" + " so" * 200, "34", 0),
         ("Answer: 34\n" + "so " * 200, "34", 1),  # beyond DAPO's 300 characters
         ("<think>Answer: 34</think>", "34", 0),
@@ -80,7 +84,21 @@ def test_deepscaler_wants_a_thought_that_ended(response, answer, right):
         ("#### 72\nI hope so.", 1, 1),
         ("#### 71 #### 72", 1, 1),
         ("#### 72 #### 71", 0, 0),
-        ("#### 72 or 71", 0, 0),
+        ("#### 72 or 71", 1, 1),  # R11: the public grader takes the number behind the hashes
+        ("#### **72**", 1, 1),
+        ("**#### 72**", 1, 1),
+        ("#### $72$", 1, 1),
+        (r"#### \$72", 1, 1),
+        (r"#### $\boxed{72}$", 1, 1),
+        (r"#### \text{72 apples}", 1, 1),
+        ("#### 72cm", 1, 1),
+        ("#### £72", 1, 1),
+        ("#### 72, since 6 * 12 = 72", 1, 1),
+        ("#### 71 72", 0, 0),
+        ("#### 720", 0, 0),
+        ("#### 1/72", 0, 0),
+        ("#### $-72", 0, 0),
+        ("#### about 72", 0, 0),
         ("#### -72", 0, 0),
         ("#### seventy-two", 0, 0),
         ("####", 0, 0),
@@ -152,6 +170,21 @@ def test_gsm8k_reads_thousands_on_both_sides():
         ("Answer: A bird", 0),
         ("B", 0),
         ("I choose (B).", 0),
+        ("Answer: B, because C is wrong", 1),  # R11: as simple-evals
+        ("Answer: B because it is", 1),
+        ("Answer: [B]", 1),
+        ("Answer: {B}", 1),
+        ("Answer: <B>", 1),
+        ("Answer: 'B'", 1),
+        ("Answer: **B.** Paris", 1),
+        ("Answer: B - Paris", 1),
+        ("Answer: B; it is", 1),
+        ("Answer:\nB", 1),
+        ("Answer: the right choice is [B]", 1),
+        ("Answer: [B] [C]", 0),
+        ("Answer: Because", 0),
+        ("Answer: C because B", 0),
+        ("Answer: I think B", 0),
         ("<think>Answer: B</think>", 0),
         ("<think>Answer: A</think>Answer: B", 1),
         ("", 0),

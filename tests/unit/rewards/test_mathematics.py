@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from relax_hpc.rewards.equality import equal, quantity
-from relax_hpc.rewards.functions import math
+from relax_hpc.environments.rewards.equality import equal, quantity
+from relax_hpc.environments.rewards.functions import math
 
 NUMBERS = [
     ("75", "75", 1),
@@ -203,7 +203,7 @@ FORMULAS = [
     (r"\sin^2 x+\cos^2 x", "1", 1),
     (r"\frac{\pi}{4}", r"\pi/4", 1),
     ("π/4", r"\frac{\pi}{4}", 1),
-    (r"e^{i\pi}", "-1", 0),  # it is -1, but math-verify takes e and i for letters
+    (r"e^{i\pi}", "-1", 1),  # math-verify takes i for a letter
     ("3+4i", "4i+3", 1),
     ("3+4i", "3-4i", 0),
     ("y = 2x + 1", "y=1+2x", 1),
@@ -302,7 +302,8 @@ def test_a_megabyte_of_babble_is_searched_in_one_pass_or_this_would_take_hours(b
 def test_numbers_are_compared_without_math_verify_and_it_is_imported_only_when_asked():
     code = """
 import sys
-from relax_hpc.rewards.functions import dapo, deepscaler, geometry3k, gsm8k, math, openr1mm
+from relax_hpc.environments.rewards.functions import dapo, deepscaler, geometry3k, gsm8k
+from relax_hpc.environments.rewards.functions import math, openr1mm
 assert math.score(r"\\boxed{1 1/2 cm}", "3/2") and not math.score(r"\\boxed{74}", "75")
 assert "sympy" not in sys.modules and "pydantic" not in sys.modules
 assert math.score(r"\\boxed{x+1}", "1+x") and "sympy" in sys.modules

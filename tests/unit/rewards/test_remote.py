@@ -7,13 +7,13 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from reward_runs import in_processes, refusal
 
-from relax_hpc.config.reward import RewardConfig
+from relax_hpc.config.rollout import RewardConfig
+from relax_hpc.environments.rewards import trial
+from relax_hpc.environments.rewards.contract import Sample, Score
+from relax_hpc.environments.rewards.functions import remote
 from relax_hpc.errors import ConfigError
-from relax_hpc.rewards import trial
-from relax_hpc.rewards.contract import Sample, Score
-from relax_hpc.rewards.functions import remote
-from relax_hpc.rewards.scorer import Scorer
 
 SAMPLE = Sample(
     "a response", [{"role": "user", "content": "ü?"}], "7", {"topic": "sums"}, "stop", 3
@@ -113,7 +113,7 @@ def test_no_more_often_than_it_may_be(service):
 
 @pytest.mark.parametrize("status", [400, 404, 302])
 def test_a_service_that_refuses_is_not_asked_again(service, status):
-    with pytest.raises(remote.RefusedError, match=rf"/score': replied {status}: 'no such"):
+    with pytest.raises(remote.RemoteRefusedError, match=rf"/score': replied {status}: 'no such"):
         ask(service, (status, b"no such task"))
     assert len(service.asked) == 1
 
@@ -151,7 +151,7 @@ def test_all_tries_together_keep_the_budget_and_the_last_reason_is_said(service)
     ],
 )
 def test_what_is_no_finite_number_is_an_error_and_is_not_asked_for_again(service, content, words):
-    with pytest.raises(remote.RefusedError) as refused:
+    with pytest.raises(remote.RemoteRefusedError) as refused:
         ask(service, (200, content))
     assert words in str(refused.value) and len(str(refused.value)) < 400
     assert len(service.asked) == 1
@@ -179,14 +179,9 @@ def test_a_job_names_the_service_among_the_settings_of_the_reward(service):
     service.replies = [(200, b"0.5")]
     config = RewardConfig(name="remote", args={"url": service.url}, workers=1)
     trial.check(config, SAMPLE)
-
-    async def score():
-        async with Scorer(config) as scorer:
-            return await scorer.score([SAMPLE, SAMPLE])
-
-    assert asyncio.run(score()) == [Score(0.5), Score(0.5)]
-    with pytest.raises(ConfigError, match=r"reward\.name = 'remote': url = '': is no address"):
-        trial.check(RewardConfig(name="remote"), SAMPLE)
+    assert in_processes(config, [SAMPLE, SAMPLE]) == [[Score(0.5), Score(0.5)]]
+    said = refusal(RewardConfig(name="remote"), SAMPLE)
+    assert said.startswith("reward.name = 'remote': url = '': is no address")
 
 
 @pytest.mark.parametrize(

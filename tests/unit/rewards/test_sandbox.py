@@ -1,7 +1,8 @@
 """Programs that want out of the sandbox, or more than they may have."""
 
-import asyncio
+import contextlib
 import os
+import re
 import shutil
 import socket
 import sys
@@ -11,15 +12,23 @@ from pathlib import Path
 
 import psutil
 import pytest
+from reward_runs import in_processes
 
-from relax_hpc.config.reward import RewardConfig
+from relax_hpc.config.rollout import RewardConfig
+from relax_hpc.environments.rewards import sandbox, sandbox_stage
+from relax_hpc.environments.rewards.contract import Sample
+from relax_hpc.environments.rewards.sandbox import (
+    Program,
+    ProgramLimits,
+    SandboxError,
+    check_sandbox,
+    run,
+)
 from relax_hpc.errors import ConfigError
-from relax_hpc.rewards import sandbox, sandbox_stage
-from relax_hpc.rewards.contract import Sample
-from relax_hpc.rewards.sandbox import Limits, Program, SandboxError, check_sandbox, run
-from relax_hpc.rewards.scorer import Scorer
 
-SMALL = Limits(deadline_s=30, memory_bytes=256 << 20, disk_bytes=8 << 20, output_bytes=1 << 20)
+SMALL = ProgramLimits(
+    deadline_s=30, memory_bytes=256 << 20, disk_bytes=8 << 20, output_bytes=1 << 20
+)
 SHORT = SMALL._replace(deadline_s=0.15)
 SOON_S = 10
 """Less than anything here takes that is not ended; it is ended within a second of its deadline."""
@@ -116,6 +125,9 @@ except OSError:
 def test_the_network_is_out_of_reach(kind, there):
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert printed(CONNECTS.format(port=server.getsockname()[1]), kind) == [there]
+    link = "/proc/self/ns/net"
+    [own] = printed(f"import os\nprint(os.readlink({link!r}))", kind)
+    assert (own == str(Path(link).readlink())) is (there == "in")
 
 
 @isolated
@@ -161,7 +173,7 @@ def test_of_a_python_that_is_installed_in_a_home_no_more_is_seen_than_it_needs(
     there = f"import os, sys\nprint(sys.prefix, *map(os.path.exists, {[*map(str, secrets)]}))"
     assert printed(there) == [str(prefix.resolve()), "False", "False", "False"]
     monkeypatch.setattr(sys, "base_prefix", str(home / "python"))  # a folder of its own
-    assert str(home / "python") in sandbox._isolated(SMALL).command
+    assert str(home / "python") in sandbox._isolate(SMALL).command
 
 
 @isolated
@@ -196,24 +208,59 @@ def test_nothing_but_its_own_folder_can_be_written_to():
 
 
 TAKES = """
-import ctypes, mmap, os
+import ctypes, fcntl, mmap, os
 def refused(take):
     try:
         take()
     except (MemoryError, OSError, RuntimeError):
         return True
 libc = ctypes.CDLL(None, use_errno=True)
-def shared():
-    if libc.shmget(0, 1 << 30, 0o1600) < 0:
+def called(number, *args):
+    if libc.syscall(number, *args) < 0:
         raise OSError
+def grown_pipe():
+    fcntl.fcntl(os.pipe()[1], fcntl.F_SETPIPE_SZ, 1 << 20)
+calls = {calls}
 print(refused(lambda: bytearray(1 << 30)), refused(lambda: mmap.mmap(-1, 1 << 30)),
-      refused(lambda: os.memfd_create("x")), refused(shared), refused(lambda: [0] * 10**9))
+      refused(lambda: os.memfd_create("x")), refused(lambda: [0] * 10**9), refused(grown_pipe),
+      *(refused(lambda: called(*call)) for call in calls))
 """
 
 
 @in_both
 def test_memory_is_refused_in_every_form(kind):
-    assert printed(TAKES, kind) == 5 * ["True"]
+    """S7: the kernel's own, too, which no limit counts; each call would be granted otherwise."""
+    place = sandbox_stage._MACHINES[os.uname().machine][1]
+    args = {"shmget": (0, 1 << 30, 0o1600), "semget": (0, 32_000, 0o1600), "msgget": (0, 0o1600),
+            "memfd_secret": (0,), "io_setup": (100, b"\0" * 8), "inotify_init1": (0,),
+            "timer_create": (0, 0, b"\0" * 8), "landlock_create_ruleset": (0, 0, 1)}  # fmt: skip
+    calls = [(sandbox_stage._REFUSED[name][place], *rest) for name, rest in args.items()]
+    taken = TAKES.replace("{calls}", repr(calls))
+    assert printed(taken, kind) == (5 + len(calls)) * ["True"]
+
+
+HOLDS = """
+import socket
+for family in range(46):
+    for kind in (1, 2, 3, 5):
+        try:
+            socket.socket(family, kind)
+            print(family)
+        except OSError:
+            pass
+near, far = socket.socketpair()
+near.send(b"x")
+print(far.recv(1).decode())
+"""
+
+
+@in_both
+def test_a_program_without_a_network_has_no_sockets_and_others_those_of_a_network(kind):
+    """S7: the kernel keeps what is sent to nobody, and some families are in no namespace."""
+    families = {"bubblewrap": set(), "limits": {"1", "2", "10"}}
+    *found, received = printed(HOLDS, kind)
+    assert set(found) <= families[kind] and received == "x"
+    assert kind == "bubblewrap" or "2" in found
 
 
 FILLS = """
@@ -233,6 +280,42 @@ print(written)
 def test_the_disk_is_refused():
     [written] = printed(FILLS.replace("{folder}", "/tmp"))
     assert 4 << 20 < int(written) <= 8 << 20
+
+
+CROWDS = """
+import os, time
+{first}
+for n in range({number}):
+    {make}
+time.sleep({rest})
+"""
+
+
+@isolated
+@pytest.mark.parametrize("make", ["open(f'{n}', 'w').close()", "os.symlink('x', f'{n}')"])
+@pytest.mark.parametrize("first", ["", "os.closerange(0, 60)"])
+def test_a_program_that_makes_files_without_end_is_ended(make, first):
+    """S7: none of them takes space."""
+    text = CROWDS.format(first=first, make=make, number=sandbox._MOST_ENTRIES + 1, rest=1000)
+    begun = time.monotonic()
+    assert not run(Program(text), SMALL, "bubblewrap").is_well
+    assert time.monotonic() - begun < SMALL.deadline_s
+    few = CROWDS.format(first=first, make=make, number=1000, rest=2 * sandbox._LOOK_S)
+    assert run(Program(few), SMALL, "bubblewrap").is_well
+
+
+@isolated
+def test_files_of_the_node_do_not_end_a_program_whose_sandbox_takes_long_to_begin(
+    tmp_path, monkeypatch
+):
+    """S7: until it has its root, bubblewrap sees the node's /tmp, which may hold any number."""
+    slow = tmp_path / "bwrap"
+    pause = f"sleep {3 * sandbox._LOOK_S} & wait"
+    slow.write_text(f'#!/bin/sh\n{pause}\nexec {shutil.which("bwrap")} "$@"\n', encoding="utf-8")
+    slow.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(sandbox, "_MOST_ENTRIES", 50)
+    assert printed("print(42)") == ["42"]
 
 
 @in_both
@@ -287,10 +370,29 @@ for number in {numbers}:
 
 @in_both
 def test_calls_of_the_kernel_that_would_lead_around_limits_are_refused(kind):
-    machine = sandbox_stage._MACHINES[os.uname().machine]
-    numbers = [*machine.refused, machine.clone, machine.clone3]
-    errors = printed(CALLS.format(numbers=numbers), kind)
-    assert errors == (len(numbers) - 1) * ["EAGAIN"] + ["ENOSYS"]
+    place = sandbox_stage._MACHINES[os.uname().machine][1]
+    clone, clone3 = (sandbox_stage._CALLS[name][place] for name in ("clone", "clone3"))
+    refused = [call[place] for call in sandbox_stage._REFUSED.values()]
+    refused = [number for number in refused if number < 1024]
+    errors = printed(CALLS.format(numbers=[*refused, clone, clone3, 468, 511]), kind)
+    assert errors == (len(refused) + 1) * ["EAGAIN"] + 3 * ["ENOSYS"]
+
+
+def test_numbers_of_calls_are_those_of_the_kernel():
+    """S7: of both processors, as the headers say them, where they are installed."""
+    headers = {
+        0: "/usr/include/x86_64-linux-gnu/asm/unistd_64.h",
+        1: "/usr/include/asm-generic/unistd.h",
+    }
+    for place, header in headers.items():
+        if not Path(header).exists():
+            continue
+        said = dict(
+            re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)", Path(header).read_text("utf-8"))
+        )
+        for name, numbers in (sandbox_stage._REFUSED | sandbox_stage._CALLS).items():
+            if name in said and numbers[place] < 1024:
+                assert said[name] == str(numbers[place]), (name, place)
 
 
 @in_both
@@ -356,16 +458,14 @@ def test_its_folder_is_empty_and_is_gone_afterwards(kind):
 @isolated
 def test_who_is_killed_while_a_program_runs_takes_it_along():
     code = RewardConfig(
-        name="relax_hpc.rewards.functions.code:score", deadline_s=0.5, workers=1, memory_gib=1
+        name="relax_hpc.environments.rewards.functions.code:score",
+        deadline_s=0.5,
+        workers=1,
+        memory_gib=1,
     )
     response = f"```python\n{SLEEPS['blocked']}\n```"
     sample = Sample(response, answer='{"inputs": [""], "outputs": ["1"]}')
-
-    async def score():
-        async with Scorer(code) as scorer:
-            return await scorer.score([sample])
-
-    [found] = asyncio.run(score())
+    [[found]] = in_processes(code, [sample])
     assert found.value == 0 and "took longer than 0.5 s" in found.error
 
 
@@ -399,3 +499,29 @@ def test_a_processor_without_a_list_of_calls_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(sandbox, "_STAGE", stage)
     with pytest.raises(ConfigError, match='sandbox = "limits": no sandbox for processors'):
         check_sandbox("limits")
+
+
+CALLER = """
+import sys
+from relax_hpc.environments.rewards.sandbox import ProgramLimits, Program, run
+limits = ProgramLimits(300, memory_bytes=256 << 20, disk_bytes=8 << 20, output_bytes=1 << 20)
+run(Program("import time; time.sleep(300)"), limits, "bubblewrap")
+"""
+
+
+@isolated
+def test_a_program_goes_with_the_process_that_asked_for_it_however_that_ends():
+    """Killed by SIGKILL it cleans up nothing itself."""
+    caller = psutil.Popen([sys.executable, "-c", CALLER])
+    deadline = time.monotonic() + 60
+    while len(inside := caller.children(recursive=True)) < 2:
+        assert time.monotonic() < deadline and caller.poll() is None
+        time.sleep(0.05)
+    caller.kill()
+    caller.wait()
+    try:
+        assert psutil.wait_procs(inside, timeout=60)[1] == []
+    finally:
+        for each in inside:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import time
 from datetime import UTC, date, datetime, timedelta
@@ -13,14 +14,16 @@ from pathlib import Path
 import hostile
 import psutil
 import pytest
+from reward_runs import in_processes, refusal, scores_here
+from roles.role_fakes import Events
 
-from relax_hpc.config.reward import RewardConfig
+from relax_hpc.config.rollout import RewardConfig
+from relax_hpc.environments.rewards import process, trial
+from relax_hpc.environments.rewards import scorer as scorer_module
+from relax_hpc.environments.rewards.contract import Kind, Reward, Sample, Score, Weighted, kind_of
+from relax_hpc.environments.rewards.functions.boxed_number import score as boxed_number
+from relax_hpc.environments.rewards.scorer import Scorer
 from relax_hpc.errors import ConfigError
-from relax_hpc.rewards import process, trial
-from relax_hpc.rewards import scorer as scorer_module
-from relax_hpc.rewards.contract import Kind, Sample, Score, kind_of
-from relax_hpc.rewards.reward import Reward, Weighted
-from relax_hpc.rewards.scorer import Scorer
 
 PLUGIN = Path(hostile.__file__)
 DEADLINE_S = 1.0
@@ -38,14 +41,9 @@ def family():
 
 def scores_of(config, *groups, answer=""):
     """Scores of groups of responses, all asked for at once."""
-
-    async def score():
-        async with Scorer(config) as scorer:
-            samples = [[Sample(response, answer=answer) for response in group] for group in groups]
-            return await asyncio.gather(*map(scorer.score, samples))
-
     before = family()
-    scores = asyncio.run(score())
+    groups = [[Sample(response, answer=answer) for response in group] for group in groups]
+    scores = in_processes(config, *groups)
     assert family() <= before, "no process is left"
     return scores
 
@@ -229,12 +227,7 @@ def test_a_process_that_keeps_memory_is_replaced():
 
 def test_fields_of_a_sample_are_given_by_name():
     sample = Sample("ab", answer="a", metadata={"suffix": "b"})
-
-    async def score():
-        async with Scorer(reward("with_fields", workers=1)) as scorer:
-            return await scorer.score([sample])
-
-    assert asyncio.run(score()) == [Score(1.0)]
+    assert in_processes(reward("with_fields", workers=1), [sample]) == [[Score(1.0)]]
 
 
 def test_metadata_that_json_does_not_know_reaches_a_reward_as_text():
@@ -247,12 +240,7 @@ def test_metadata_that_json_does_not_know_reaches_a_reward_as_text():
         "inside": [{"took": timedelta(hours=2)}],
         "known": [1, None, "a"],
     }
-
-    async def score():
-        async with Scorer(reward("metadata", workers=1)) as scorer:
-            return await scorer.score([Sample("a", metadata=metadata)])
-
-    [found] = asyncio.run(score())
+    [[found]] = in_processes(reward("metadata", workers=1), [Sample("a", metadata=metadata)])
     assert json.loads(found.error) == {
         "day": "2024-01-31",
         "at": "2024-01-31T12:30:00+00:00",
@@ -278,9 +266,8 @@ def test_metadata_that_json_does_not_know_reaches_a_reward_as_text():
     ],
 )
 def test_a_reward_that_does_not_work_is_refused_by_name(name, words):
-    with pytest.raises(ConfigError) as refused:
-        trial.check(RewardConfig(name=name), Sample("1", answer="1"))
-    assert words in str(refused.value) and f"reward.name = {name!r}" in str(refused.value)
+    said = refusal(RewardConfig(name=name), Sample("1", answer="1"))
+    assert words in said and f"reward.name = {name!r}" in said
 
 
 def test_a_slow_import_has_the_time_that_its_run_gives_it(tmp_path):
@@ -297,22 +284,27 @@ def test_a_slow_import_has_the_time_that_its_run_gives_it(tmp_path):
     asyncio.run(start(1000))
 
 
-@pytest.mark.parametrize("line", ["1 / 0", "raise OSError('no words here')", "def score(:"])
-def test_a_file_that_raises_while_it_is_imported_is_refused_with_what_it_raised(tmp_path, line):
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("1 / 0", "division by zero"),
+        ("raise OSError('no words here')", "no words here"),
+        ("def score(:", "SyntaxError"),
+    ],
+)
+def test_a_file_that_raises_while_it_is_imported_is_refused_with_what_it_raised(
+    tmp_path, line, words
+):
     path = tmp_path / "mine.py"
     path.write_text(f"{line}\ndef score(response, answer): return 1.0\n")
-    said = {"1": "division by zero", "r": "no words here", "d": "SyntaxError"}[line[0]]
-    with pytest.raises(ConfigError) as refused:
-        trial.check(RewardConfig(name=f"{path}:score"), Sample("1", answer="1"))
-    assert said in str(refused.value) and f"reward.name = '{path}:score'" in str(refused.value)
-    assert "\n" not in str(refused.value)
+    said = refusal(RewardConfig(name=f"{path}:score"), Sample("1", answer="1"))
+    assert words in said and f"reward.name = '{path}:score'" in said
 
 
 def test_a_reward_that_hangs_or_dies_on_a_response_is_refused():
     for response, words in (("hang", "took longer than 1 s"), ("exit", "the process ended with 3")):
         said = f"scoring the response '{response}' to a prompt of yours, {words}; correct it"
-        with pytest.raises(ConfigError, match=said):
-            trial.check(reward("by_order"), Sample(response))
+        assert said in refusal(reward("by_order"), Sample(response))
     trial.check(reward("by_order"), Sample("abc"))
 
 
@@ -346,15 +338,14 @@ def test_the_kind_of_a_reward_is_in_its_parameters():
     ("function", "pools", "message"),
     [
         ("asks_a_judge", [], "it asks engines of a pool 'judge', and the job has no other than "
-         r"rollout; add a table \[engines.judge\]"),
+         "rollout; add a table [engines.judge]"),
         ("asks_a_judge", ["grader"], "of a pool 'judge', and the job has grader; add a table"),
         ("asks_somebody", [], "it asks engines, and the job has no other than rollout"),
         ("asks_without_waiting", ["judge"], "takes `engines`, which are waited for; write `async"),
     ],
 )  # fmt: skip
 def test_a_reward_that_asks_engines_is_refused_where_the_job_has_none(function, pools, message):
-    with pytest.raises(ConfigError, match=message):
-        trial.check(reward(function), Sample("yes"), pools)
+    assert message in refusal(reward(function), Sample("yes"), pools)
 
 
 @pytest.mark.parametrize("function", ["asks_a_judge", "asks_somebody"])
@@ -369,49 +360,103 @@ def test_a_reward_is_given_the_engines_of_its_run():
 
     asked = Reward([Weighted(hostile.asks_a_judge, lambda: {"judge": Judge()})])
     assert asked.kind == Kind(False, True, ("judge",))
-    scores = asyncio.run(asked([Sample("fine"), Sample("bad")], 5.0, lambda number: None))
-    assert values(scores) == [1, 0]
+    assert values(scores_here(asked, Sample("fine"), Sample("bad"))) == [1, 0]
 
 
-class Events:
-    def __init__(self):
-        self.all = []
-
-    def emit(self, event, **fields):
-        self.all.append((event, fields))
-
-
-@pytest.mark.parametrize(("responses", "expected"), [
-    (["raise", "ab", "exit"], [(2, 3)]), (["ab", "abc"], []),
-])  # fmt: skip
-def test_errors_are_counted_in_events_with_all_that_was_scored_since(responses, expected):
+def errors_of(*responses):
+    """The events of errors where these are scored one after the other, (what, heldout) each."""
     events = Events()
 
     async def score():
         async with Scorer(reward("by_order", workers=1), events) as scorer:
-            for response in responses:
-                await scorer.score([Sample(response)])
-
-    asyncio.run(score())
-    found = [fields for event, fields in events.all if event == "reward_errors"]
-    assert sum(each["num_errors"] for each in found) == sum(count for count, _ in expected)
-    assert sum(each["num_samples"] for each in found) == sum(count for _, count in expected)
-    if expected:
-        assert found[0]["first"].startswith("ZeroDivisionError: division by zero (hostile.py:")
-        assert found[0]["num_samples"] == 1, "the first is said at once"
-
-
-def test_errors_of_held_out_prompts_are_counted_by_themselves(caplog):
-    events = Events()
-
-    async def score():
-        async with Scorer(reward("by_order", workers=1), events) as scorer:
-            for response, heldout in (("raise", True), ("raise", False), ("ab", True)):
+            for response, heldout in responses:
                 await scorer.score([Sample(response)], heldout=heldout)
 
     asyncio.run(score())
-    found = [fields for event, fields in events.all if event == "reward_errors"]
+    return events.of("reward_errors")
+
+
+def test_errors_are_counted_in_events_with_all_that_was_scored_since():
+    assert errors_of(("ab", False), ("abc", False)) == []
+    found = errors_of(("raise", False), ("ab", False), ("exit", False))
+    assert sum(each["num_errors"] for each in found) == 2
+    assert sum(each["num_samples"] for each in found) == 3
+    assert found[0]["first"].startswith("ZeroDivisionError: division by zero (hostile.py:")
+    assert found[0]["num_samples"] == 1, "the first is said at once"
+
+
+def test_errors_of_held_out_prompts_are_counted_by_themselves(caplog):
+    found = errors_of(("raise", True), ("raise", False), ("ab", True))
     counts = [(each["heldout"], each["num_errors"], each["num_samples"]) for each in found]
     assert sorted(counts) == [(False, 1, 1), (True, 0, 1), (True, 1, 1)]
     assert "1 of 1 held-out rewards failed; the first: ZeroDivisionError" in caplog.text
     assert "1 of 1 rewards failed; the first: ZeroDivisionError" in caplog.text
+
+
+LINES = """\
+import json, helper
+from relax_hpc.environments.rewards.functions.boxed_number import score as boxed
+
+def score(response):
+    if response == "helper":
+        return helper.halve(response)
+    if response == "library":
+        return json.loads("no")
+    if response == "ours":
+        return boxed(7, 7)
+    if response == "text":
+        return "1"
+    if response == "long":
+        raise ValueError("x" * 1000)
+    if response == "built":
+        return eval("1 / 0")
+    return float(response.split("{")[1])
+
+async def waits(response):
+    return score(response)
+
+def of_group(group):
+    for sample in group:
+        yield score(sample.response)
+"""
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """A program whose every failure has a line of its own."""
+    (tmp_path / "mine.py").write_text(LINES)
+    (tmp_path / "helper.py").write_text("def halve(text):\n    return text / 2\n")
+    return tmp_path / "mine.py"
+
+
+@pytest.mark.parametrize(
+    ("response", "words"),
+    [
+        ("177", "IndexError: list index out of range (mine.py:17)"),
+        ("helper", "TypeError: unsupported operand type(s) for /: 'str' and 'int' (helper.py:2)"),
+        ("library", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) (mine.py:8)"),
+        ("ours", "(mine.py:10)"),
+        ("text", "TypeError: gave no number, and no relax_hpc.Score, but '1'"),
+        ("long", "ValueError: " + "x" * 175 + " ... " + "x" * 520 + " (mine.py:14)"),
+        ("built", "ZeroDivisionError: division by zero (mine.py:16)"),
+    ],
+)
+@pytest.mark.parametrize("function", ["score", "waits", "of_group"])
+def test_a_reward_that_fails_is_refused_with_the_response_and_its_own_line(
+    lines, function, response, words
+):
+    config = RewardConfig(terms={"a" * 40: {"name": f"{lines}:{function}"}})
+    said = refusal(config, Sample(response))
+    assert f"scoring the response '{response}' to a prompt of yours, aaa" in said
+    assert said.endswith(f"{words}; correct it")
+
+
+def test_of_a_long_response_both_ends_are_shown_on_one_line(lines):
+    response = "begin\n" + "so " * 1000 + "end"
+    said = refusal(RewardConfig(name=f"{lines}:score"), Sample(response))
+    assert re.search(r"the response 'begin\\n[so .]{50,80}end' to a", said)
+
+
+def test_what_is_built_in_fails_without_a_line_of_ours():
+    [score] = scores_here(Reward([Weighted(boxed_number)]), Sample(7, answer="7"))
+    assert score.error and ".py:" not in score.error

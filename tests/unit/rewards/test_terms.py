@@ -5,29 +5,31 @@ from pathlib import Path
 
 import hostile
 import pytest
+from reward_runs import in_processes, refusal, scores_here
 from roles.role_fakes import config
 
-from relax_hpc.config.reward import RewardConfig
-from relax_hpc.errors import ConfigError
-from relax_hpc.rewards import registry, trial
-from relax_hpc.rewards.contract import (
+from relax_hpc.config.rollout import RewardConfig
+from relax_hpc.environments.rewards import registry, trial
+from relax_hpc.environments.rewards.contract import (
     Kind,
+    Reward,
     Sample,
     Score,
+    Weighted,
     as_score,
     check_settings,
-    combined,
+    combine,
     settings_of,
 )
-from relax_hpc.rewards.registry import BuiltIn, Term
-from relax_hpc.rewards.reward import Reward, Weighted
-from relax_hpc.rewards.scorer import Scorer
+from relax_hpc.environments.rewards.registry import BuiltIn, Term
+from relax_hpc.environments.rewards.scorer import Scorer
+from relax_hpc.errors import ConfigError
 
 PLUGIN = Path(hostile.__file__)
 
 
-def scores_of(reward, *responses):
-    return asyncio.run(reward([Sample(each) for each in responses], 5.0, lambda number: None))
+def scores_of(terms, *responses, deadline_s=5.0):
+    return scores_here(Reward(terms), *map(Sample, responses), deadline_s=deadline_s)
 
 
 def test_settings_are_the_keyword_only_parameters_with_a_default():
@@ -41,12 +43,12 @@ def test_settings_are_the_keyword_only_parameters_with_a_default():
     [
         ({"tolerence": 1}, "reward.args.tolerence = 1: no such setting; there are tolerance, "),
         ({"finish": "stop"}, "reward.args.finish = 'stop': no such setting"),
-        ({"tolerance": "1"}, "reward.args.tolerance = '1': input should be a valid number"),
-        ({"tolerance": True}, "reward.args.tolerance = True: input should be a valid number"),
-        ({"strict": 1}, "reward.args.strict = 1: input should be a valid boolean"),
-        ({"labels": "a"}, "reward.args.labels = 'a': input should be a valid list"),
-        ({"labels": ["a", 1]}, "reward.args.labels = ['a', 1]: input should be a valid string"),
-        ({"scheme": "odd"}, "reward.args.scheme = 'odd': input should be 'plain' or 'signed'"),
+        ({"tolerance": "1"}, "reward.args.tolerance = '1': use a number, without quotes"),
+        ({"tolerance": True}, "reward.args.tolerance = True: use a number, without quotes"),
+        ({"strict": 1}, "reward.args.strict = 1: use true or false"),
+        ({"labels": "a"}, "reward.args.labels = 'a': use a list, in brackets"),
+        ({"labels": ["a", 1]}, "reward.args.labels = ['a', 1]: use text, in quotes"),
+        ({"scheme": "odd"}, "reward.args.scheme = 'odd': use 'plain' or 'signed'"),
     ],
 )  # fmt: skip
 def test_a_setting_that_there_is_not_or_of_a_wrong_type_is_refused(args, words):
@@ -65,23 +67,16 @@ def test_settings_that_fit_are_taken_and_those_nobody_can_check_are_left_to_the_
 
 def test_a_reward_is_called_with_the_settings_of_the_job():
     settings = RewardConfig(name=f"{PLUGIN}:typed", args={"tolerance": 0.25}, workers=1)
-
-    async def score():
-        async with Scorer(settings) as scorer:
-            return await scorer.score([Sample("a")])
-
-    assert asyncio.run(score()) == [Score(0.25)]
+    assert in_processes(settings, [Sample("a")]) == [[Score(0.25)]]
 
 
 def test_terms_are_weighted_and_added_and_their_parts_add_up():
     """2 * (0.5 + 3) - 0.5 * 4 = 5."""
-    reward = Reward(
-        [
-            Weighted(hostile.with_settings, title="sized", weight=2.0),
-            Weighted(hostile.by_order, title="length", weight=-0.5),
-        ]
-    )
-    [score] = scores_of(reward, "four")
+    terms = [
+        Weighted(hostile.with_settings, title="sized", weight=2.0),
+        Weighted(hostile.by_order, title="length", weight=-0.5),
+    ]
+    [score] = scores_of(terms, "four")
     assert score == Score(
         5.0, {"sized": 7.0, "sized/tolerance": 1.0, "sized/count": 6.0, "length": -2.0}
     )
@@ -89,12 +84,12 @@ def test_terms_are_weighted_and_added_and_their_parts_add_up():
 
 def test_an_error_of_a_term_is_the_samples_and_no_siblings():
     terms = [Weighted(hostile.by_order, title="order"), Weighted(hostile.ranks, title="rank")]
-    one, other = scores_of(Reward(terms), "abc", "ab")
+    one, other = scores_of(terms, "abc", "ab")
     assert (one, other) == (
         Score(4.0, {"order": 3.0, "rank": 1.0}), Score(2.0, {"order": 2.0, "rank": 0.0})
     )  # fmt: skip
     terms = [terms[0], Weighted(hostile.parts, title="parts")]
-    good, bad = scores_of(Reward(terms), "abc", "raise")
+    good, bad = scores_of(terms, "abc", "raise")
     assert bad.value == 0 and bad.parts == {}
     assert bad.error.startswith("order: ZeroDivisionError: division by zero (hostile.py:")
     assert good.value == 6.0
@@ -111,8 +106,7 @@ def test_terms_that_are_given_the_group_or_wait_make_the_whole_reward_so():
 
 def test_an_awaited_term_that_takes_too_long_costs_its_sample():
     terms = [Weighted(hostile.awaited, title="a"), Weighted(hostile.parts, title="b")]
-    group = [Sample("hang"), Sample("ab")]
-    late, good = asyncio.run(Reward(terms)(group, 0.2, lambda number: None))
+    late, good = scores_of(terms, "hang", "ab", deadline_s=0.2)
     assert late == Score(0.0, error="a: took longer than 0.2 s")
     assert good.value == 5.0
 
@@ -144,9 +138,9 @@ def test_parts_add_up_as_far_as_rounding_goes_and_parts_of_parts_are_not_added()
 
 
 def test_a_sum_that_float32_cannot_hold_is_an_error_of_the_sample():
-    scores = scores_of(Reward([Weighted(hostile.parts, title="a", weight=3e38)]), "x")
-    assert scores[0].value == 0 and "reward is 9." in scores[0].error
-    assert combined({"a": (1.0, Score(0.0, error="why"))}).error == "a: why"
+    [score] = scores_of([Weighted(hostile.parts, title="a", weight=3e38)], "x")
+    assert score.value == 0 and "reward is 9." in score.error
+    assert combine({"a": (1.0, Score(0.0, error="why"))}).error == "a: why"
 
 
 def job(**reward):
@@ -180,7 +174,7 @@ def test_without_a_name_and_terms_the_reward_is_boxed_number():
         ({"name": "random", "args": {"side": 1}}, "reward.args.side = 1: no such setting; this"),
         ({"terms": {"a": {"name": "randm"}}}, "reward.terms.a.name = 'randm': no such reward; did"),
         ({"terms": {"b": {"name": f"{PLUGIN}:typed", "args": {"strict": 0}}}},
-         "reward.terms.b.args.strict = 0: input should be a valid boolean; correct it"),
+         "reward.terms.b.args.strict = 0: use true or false; correct it"),
         ({"terms": {"b": {"name": f"{PLUGIN}:wrong_sum", "weight": 2.0}}}, "reward.terms.b.name = "
          f"'{PLUGIN}:wrong_sum': scoring the response '1' to a prompt of yours, b: ValueError: the "
          "reward is 3, and its parts add up to 2; correct it"),
@@ -189,32 +183,23 @@ def test_without_a_name_and_terms_the_reward_is_boxed_number():
     ],
 )  # fmt: skip
 def test_check_refuses_a_term_by_the_key_of_its_table(reward, words):
-    with pytest.raises(ConfigError) as refused:
-        trial.check(job(**reward), Sample("1", answer="1"))
-    assert words in str(refused.value)
+    assert words in refusal(job(**reward), Sample("1", answer="1"))
 
 
 def test_a_module_of_this_package_says_for_itself_whether_it_can_work(monkeypatch):
     monkeypatch.setitem(registry.REWARDS, "choosy", BuiltIn("choosy_reward"))
     trial.check(job(name="choosy", args={"level": 3}), Sample("1"))
-    with pytest.raises(ConfigError, match=r"reward.name = 'choosy': level 0 of mild is none"):
-        trial.check(job(name="choosy", args={"level": 0}), Sample("1"))
+    said = refusal(job(name="choosy", args={"level": 0}), Sample("1"))
+    assert said.startswith("reward.name = 'choosy': level 0 of mild is none")
     reward = registry.REWARDS["choosy"]
-    assert (reward.can_match("yes"), reward.can_match("no"), reward.remedy) == (
-        True,
-        False,
-        "say yes",
-    )
+    assert reward.can_match("yes") and not reward.can_match("no") and reward.remedy == "say yes"
     assert registry.REWARDS["random"].can_match("whatever")
 
 
 def failed_values(answers, responses, **reward):
-    async def score():
-        async with Scorer(RewardConfig(workers=1, deadline_s=1.0, **reward)) as scorer:
-            samples = [Sample(*each) for each in zip(responses, [""] * 3, answers, strict=True)]
-            return await scorer.score(samples)
-
-    return [(score.value, score.error is not None) for score in asyncio.run(score())]
+    samples = [Sample(*each) for each in zip(responses, [""] * 3, answers, strict=True)]
+    [scores] = in_processes(RewardConfig(workers=1, deadline_s=1.0, **reward), samples)
+    return [(score.value, score.error is not None) for score in scores]
 
 
 @pytest.mark.parametrize(
@@ -239,16 +224,10 @@ def test_a_sample_that_failed_is_worth_the_least_of_all_built_in_terms(response)
     assert found == [(2 + 9 / 4, False), (-1 + 4 / 4, False), (-4.0, True)]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        (name, -1.0 if name in ("dapo", "length", "repetition") else 0.0)
-        for name in registry.REWARDS
-    ],
-)
-def test_a_built_in_reward_counts_its_least_where_it_failed(name, value):
-    [term] = registry.terms_of(RewardConfig(name=name))
-    assert term.if_failed == value
+def test_a_built_in_reward_counts_its_least_where_it_failed():
+    for name in registry.REWARDS:
+        [term] = registry.terms_of(RewardConfig(name=name))
+        assert term.if_failed == (-1.0 if name in ("dapo", "length", "repetition") else 0.0), name
 
 
 def test_settings_are_not_on_the_command_line_of_a_process():
@@ -259,7 +238,7 @@ def test_settings_are_not_on_the_command_line_of_a_process():
             return [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in scorer.pids]
 
     [line, *_] = asyncio.run(lines())
-    assert b"relax_hpc.rewards.worker" in line and b"secret" not in line
+    assert b"relax_hpc.environments.rewards.worker" in line and b"secret" not in line
 
 
 def test_a_term_is_named_in_the_key_of_its_table():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from relax_hpc import job_file
+from relax_hpc.config import job_file
 from relax_hpc.schema import FinishReason, Trajectory
 
 
@@ -22,6 +22,8 @@ class Journal(list):
 
 class Events:
     """An EventWriter that keeps its events."""
+
+    rank = 0
 
     def __init__(self):
         self.all = []
@@ -82,8 +84,9 @@ class NobodyElse:
     def __init__(self, journal):
         self.journal = journal
 
-    def publish(self, version, tensors):
-        self.journal.note("help", version, dict(tensors))
+    def publish(self, tensors):
+        given = dict(tensors)
+        self.journal.note("help", given.get("w"), given)
 
 
 class CheckpointPart:

@@ -4,16 +4,14 @@ import numpy as np
 import pytest
 from role_fakes import CheckpointPart, Events, Journal, NobodyElse, config, row
 
-from relax_hpc.bus.plan import Part, PlanPosition, PlanRecord
+from relax_hpc.bus.plan import PlanPosition, PlanRecord, ShardRange
 from relax_hpc.bus.reader import BatchIndex
-from relax_hpc.checkpoints.store import Checkpoints
-from relax_hpc.comm.world import SoloWorld
 from relax_hpc.errors import TrainingError
 from relax_hpc.roles.actor import loop
-from relax_hpc.roles.actor.loop import Stages
-from relax_hpc.roles.actor.other_ranks import OtherRank
-from relax_hpc.roles.actor.reference import Reference
+from relax_hpc.roles.actor.loop import ActorOtherRank, Reference, Stages
 from relax_hpc.roles.dealing.portions import Batch
+from relax_hpc.runtime.comm.world import SoloWorld
+from relax_hpc.trainer.checkpoints.store import Checkpoints
 
 ROWS = [
     [row(0, 0, reward=1.0, version=1), row(0, 1, response=1, version=0)],
@@ -46,14 +44,14 @@ class Trainer:
         self.journal.note("update", self.step)
         return {"loss": 0.5}
 
-    def named_weights(self):
+    def stream_weights(self):
         yield "w", self.step
 
     def keep(self, name, folder=None, *, lasting=False):
         if lasting:
             self.journal.note("refresh")
 
-    def kept_logprobs(self, name, trajectories, micro_batches):
+    def forward_kept_logprobs(self, name, trajectories, micro_batches):
         assert name == "reference"
         self.journal.note("score", [t.guid for t in trajectories], micro_batches)
         return [-t.token_ids.astype(np.float32) for t in trajectories]
@@ -90,7 +88,7 @@ class Reader:
 
 
 def record(step, portion):
-    parts = [Part("rollout-0", 1, portion, f"u{portion}", 0, 2)]
+    parts = [ShardRange("rollout-0", 1, portion, f"u{portion}", 0, 2)]
     return PlanRecord(step, [portion], parts, 2, 0, 9, portion, last=portion == 1)
 
 
@@ -101,7 +99,7 @@ class Rank0:
         self.journal, self.newcomers, self.again = journal, list(newcomers), list(again)
         self.portions, self.batch = {}, Batch(config(), Reader(Journal()))
 
-    def next_portion(self, step, timers):
+    def next_task(self, step, timers):
         self.journal.note("next", step)
         if step in self.newcomers:
             self.newcomers.remove(step)
@@ -120,7 +118,7 @@ class Rank0:
     def end_step(self, step, fields, timers):
         self.journal.note("end_step", step, fields | timers.seconds)
 
-    def skipped(self, step, skip):
+    def note_skipped(self, step, skip):
         self.journal.note("skipped", step, skip.reason)
 
     def finish(self):
@@ -316,7 +314,7 @@ def portions_of(step):
 
 def follow(journal, trainer, world):
     trainer.dp_rank = 1
-    duties, stages = OtherRank(NobodyElse(journal)), Stages(lambda: journal.note("save"))
+    duties, stages = ActorOtherRank(NobodyElse(journal)), Stages(lambda: journal.note("save"))
     loop.run(
         config(actor__layout__data_parallel=2), world, trainer, Reader(journal), duties, stages
     )

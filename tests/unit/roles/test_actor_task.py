@@ -5,19 +5,20 @@ from types import SimpleNamespace
 from role_fakes import Events, config
 
 from relax_hpc.bus import layout
-from relax_hpc.fleet.members import Member
-from relax_hpc.paths import RunPaths
+from relax_hpc.inference.members import Member
 from relax_hpc.roles.actor import build as actor_task
-from relax_hpc.roles.actor import engines
-from relax_hpc.run_secret import RunSecret
+from relax_hpc.roles.role import ModelRank
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.runtime.paths import RunPaths
 
 
 def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
     tmp_path, monkeypatch
 ):
     given = []
-    for room, name in ((actor_task, "Sequencer"), (engines, "EngineClient")):
-        monkeypatch.setattr(room, name, lambda *args, **kwargs: given.append((args, kwargs)))
+    for name in ("Sequencer", "EngineClient"):
+        monkeypatch.setattr(actor_task, name, lambda *args, **kwargs: given.append((args, kwargs)))
+    monkeypatch.setattr(actor_task.Idle, "of", lambda *_: "idle")
     settings = config(
         schedule__prompts_per_step=6, schedule__over_age="mask", schedule__max_staleness=3,
         algorithm__groups__name="as_sampled",
@@ -35,22 +36,12 @@ def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
         def release(self):
             released.append(self)
 
-    monkeypatch.setattr(actor_task, "Rank0", Rank0)
+    monkeypatch.setattr(actor_task, "ActorRank0", Rank0)
 
     def rank0(resumed):
-        return actor_task._rank0(
-            settings,
-            paths,
-            "reader",
-            "shards",
-            "publisher",
-            "checkpoints",
-            resumed,
-            "events",
-            "is_ending",
-            "idle",
-            "tell_others",
-        )
+        rank = ModelRank(settings, paths, None, None, "events")
+        parts = ("reader", "shards", "publisher", "checkpoints")
+        return actor_task._rank0(rank, *parts, resumed, "is_ending", "tell_others")
 
     assert released == [rank0(resumed)]  # whoever saved that checkpoint may not have come to it
     assert given[0] == (
@@ -69,7 +60,7 @@ def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
     assert given[2][1]["position"] is None and len(released) == 1
     given.clear()
     secret = RunSecret.new()
-    engines._connect(settings, secret, Member("m", "1", "http://m", 1, "sglang", "HEALTHY"))
+    actor_task._connect(settings, secret, Member("m", "1", "http://m", 1, "sglang", "HEALTHY"))
     [(at, how)] = given
     assert at == ("http://m", secret.engine_token("m", "1"))
     assert how["recompute"] and how["has_prefix_cache"] and how["timeout_s"] > 40

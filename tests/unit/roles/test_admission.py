@@ -6,19 +6,18 @@ import fake_slurm
 import pytest
 from role_fakes import wait_for
 
-from relax_hpc.comm.world import SoloWorld
 from relax_hpc.launch import requeue
-from relax_hpc.paths import RunPaths
-from relax_hpc.roles.ending import Ending
-from relax_hpc.roles.training import admission
-from relax_hpc.roles.training.admission import MARGIN_S, Admission, high
-from relax_hpc.roles.training.last_save import LastSave
+from relax_hpc.roles import ending as endings
+from relax_hpc.roles.ending import MARGIN_S, Admission, Ending, LastSave, high
+from relax_hpc.runtime.comm.world import SoloWorld
+from relax_hpc.runtime.files.records import read_json
+from relax_hpc.runtime.paths import RunPaths
 
 
 class Clock:
     def __init__(self, monkeypatch):
         self.now = 1000.0
-        monkeypatch.setattr(admission.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(endings.time, "monotonic", lambda: self.now)
 
 
 class End:
@@ -29,7 +28,7 @@ class End:
     def __init__(self, clock, at):
         self.clock, self.at, self.announced = clock, at, []
 
-    def left_s(self):
+    def compute_left_s(self):
         return None if self.at is None else self.at - self.clock.now
 
     def announce(self):
@@ -172,9 +171,9 @@ def test_a_trainer_whose_next_step_does_not_fit_saves_and_has_the_job_requeued(
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     run = fake_slurm.make(tmp_path, monkeypatch)
     run.says("7+0|RUNNING|n1|7|None|N/A|3:00", "7+1|RUNNING|n2|8|None|N/A|2:30")
-    end = requeue.JobEnd("7", run.run_dir)
-    wait_for(lambda: end.left_s() is not None)
-    assert 140 < end.left_s() <= 150
+    end = requeue.SlurmJobEnd("7", run.run_dir)
+    wait_for(lambda: end.compute_left_s() is not None)
+    assert 140 < end.compute_left_s() <= 150
     saves, paths = Saves(), RunPaths(run.run_dir)
     ending = Ending(paths, "7.0")
     monkeypatch.setattr(ending, "wait", lambda: None)
@@ -194,14 +193,15 @@ def test_a_save_that_needs_more_than_slurms_notice_is_waited_for(tmp_path, monke
     monkeypatch.setattr(requeue, "SIGNAL_AHEAD_S", 0.5)
     run = fake_slurm.make(tmp_path, monkeypatch)
     run.says("7|RUNNING|n1|7|None|N/A|10:00")
-    end = requeue.JobEnd("7", run.run_dir)
-    wait_for(lambda: end.left_s() is not None)
+    end = requeue.SlurmJobEnd("7", run.run_dir)
+    wait_for(lambda: end.compute_left_s() is not None)
     saving = Ending(RunPaths(run.run_dir), "7.0")
     saving.will_save()
     end.announce()
     time.sleep(1.5)
     assert run.asked("scontrol") == [], "far from the end of the allocation"
-    saving.saved(3)
+    assert "asked" not in read_json(RunPaths(run.run_dir).ending("7.0")), "nor will be at once"
+    saving.note_saved(3)
     wait_for(lambda: run.asked("scontrol"))
     assert run.asked("scontrol") == ["scontrol requeue 7"]
 

@@ -14,25 +14,22 @@ from role_fakes import Events, Journal, config
 from safetensors.torch import load_file
 
 from relax_hpc.bus.credits import Credit
-from relax_hpc.comm.bucket import BucketPlan, Spec, digest
-from relax_hpc.comm.orders import Receipt, receipt_file
-from relax_hpc.comm.world import SoloWorld
 from relax_hpc.config.rollout import WeightsConfig
+from relax_hpc.data.source import Prompt
 from relax_hpc.errors import EngineError, SnapshotError
-from relax_hpc.fleet.members import Member
-from relax_hpc.paths import RunPaths
-from relax_hpc.prompts.source import Prompt
-from relax_hpc.records import read_json, write_json
-from relax_hpc.roles.engine.hosting import Slot, hosting_of
-from relax_hpc.roles.engine.pulling import NewestVersion, Puller
+from relax_hpc.inference.members import Member
+from relax_hpc.roles.engine.host import EngineSlot, hosting_of
 from relax_hpc.roles.idle import SETTLED_S, Idle
-from relax_hpc.roles.rollout import loop
 from relax_hpc.roles.rollout.unfinished import AnnouncedEnd
-from relax_hpc.weights import leave
-from relax_hpc.weights.leave import SnapshotPublisher
-from relax_hpc.weights.newest import Newest
-from relax_hpc.weights.ranks import TrainerRanks
+from relax_hpc.runtime.comm.bucket import BucketPlan, Spec, digest
+from relax_hpc.runtime.comm.orders import Receipt, receipt_file
+from relax_hpc.runtime.comm.world import SoloWorld
+from relax_hpc.runtime.files.records import read_json, write_json
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.weights import pull_snapshot
+from relax_hpc.weights.pull_snapshot import Newest, NewestVersion, Puller, SnapshotPublisher
 from relax_hpc.weights.snapshot import MANIFEST, SnapshotWriter
+from relax_hpc.weights.transport import TrainerRanks
 
 APART = {"launch__layout": "separate", "weights__transport": "files"}
 MEMBER = Member("rollout-0", "7.0-1-1", "", 1, "embedded", "STARTING")
@@ -85,8 +82,7 @@ class Engine:
 
 
 def puller(paths):
-    slot = Slot("rollout-0", 0, 0)
-    return Puller(hosting_of(config(**APART), slot), paths, Events())
+    return Puller(paths, Events(), timeout_s=60)
 
 
 def due(each):
@@ -154,7 +150,7 @@ def test_what_cannot_be_written_is_tried_again_later_and_not_for_ever(paths, mon
         raise SnapshotError("no room")
 
     monkeypatch.setattr(SnapshotWriter, "begin", fail)
-    monkeypatch.setattr(leave, "RETRY_S", 0.0)
+    monkeypatch.setattr(pull_snapshot, "RETRY_S", 0.0)
     assert publisher.publish(1, weights(1)).error == "no room"
     assert publisher.has_newcomers() and publisher.wait_for_loads()
     monkeypatch.setattr(SnapshotWriter, "begin", real)
@@ -173,14 +169,14 @@ def test_an_engine_pauses_loads_the_newest_and_goes_on_and_does_so_once(paths):
     assert due(pulls) is None
     publisher.publish(1, weights(1))
     publisher.publish(2, weights(2))
-    member = pulls.pull_with(engine, MEMBER, due(pulls))
+    member = pulls.pull(engine, MEMBER, due(pulls))
     assert engine.calls == ["pause", "v2", "resume"] and engine.weight == 2
     assert member == MEMBER._replace(version=2)
     assert due(pulls) is None
     [loaded] = pulls._events.of("loaded")
     assert (loaded["version"], loaded["members"], loaded["fenced"]) == (2, ["rollout-0"], [])
     trainer(paths).publish(2, weights(20))  # made again, after a restart
-    pulls.pull_with(engine, MEMBER, due(pulls))
+    pulls.pull(engine, MEMBER, due(pulls))
     assert engine.weight == 20
 
 
@@ -197,7 +193,7 @@ def test_a_load_whose_files_are_gone_meanwhile_is_of_the_newest(paths):
             paths.weights.joinpath("done").touch()
 
     engine = Engine(overtaken)
-    assert pulls.pull_with(engine, MEMBER, found).version == 3
+    assert pulls.pull(engine, MEMBER, found).version == 3
     assert engine.calls == ["pause", "pause", "v3", "resume"], "never resumed with half of one"
 
 
@@ -209,7 +205,7 @@ def test_an_engine_that_loads_nothing_stays_paused_and_is_given_up(paths):
 
     engine, pulls = Engine(broken), puller(paths)
     with pytest.raises(EngineError, match="did not load v1: out of memory"):
-        pulls.pull_with(engine, MEMBER, due(pulls))
+        pulls.pull(engine, MEMBER, due(pulls))
     assert engine.calls == ["pause"]
     [loaded] = pulls._events.of("loaded")
     assert (loaded["members"], loaded["fenced"]) == ([], ["rollout-0"])
@@ -221,7 +217,7 @@ def test_what_was_loaded_is_compared_with_what_was_written_when_that_is_asked_fo
     engine, pulls = Engine(), puller(paths)
     if not is_equal:
         engine.checksum = lambda: "another"
-    pulls.pull_with(engine, MEMBER, due(pulls))
+    pulls.pull(engine, MEMBER, due(pulls))
     [found] = pulls._events.of("verify")
     assert found["equal"] == is_equal and list(found["members"]) == ["rollout-0"]
 
@@ -241,7 +237,7 @@ def test_the_ranks_of_an_engine_that_takes_orders_say_which_tokens_were_of_which
             publisher.publish(2, weights(2))  # which clears away what is old
 
     member = MEMBER._replace(engine="sglang", num_ranks=2)
-    pulls.pull_with(Ordered(), member, due(pulls))
+    pulls.pull(Ordered(), member, due(pulls))
     said = read_json(paths.switch(member.id, member.start, 1))
     assert said == {"num_sampled": {"request 0": 5, "request 1": 5}}
     assert tasks == ["count", "count"]
@@ -249,7 +245,7 @@ def test_the_ranks_of_an_engine_that_takes_orders_say_which_tokens_were_of_which
 
 
 def test_only_engines_that_follow_the_policy_of_a_run_that_is_apart_come_for_weights():
-    slot = Slot("rollout-0", 0, 0)
+    slot = EngineSlot("rollout-0", 0, 0)
     assert not hosting_of(config(), slot).loads_itself
     apart = config(engines__judge={"count": 1}, **APART)
     assert hosting_of(apart, slot).loads_itself
@@ -293,7 +289,7 @@ class Folder(episode_fakes.Folder):
         self.guids += [group.guid for group in groups]
 
 
-class End(loop.NoEnd):
+class End(episode_fakes.NoEnd):
     def __init__(self):
         self.said = []
 

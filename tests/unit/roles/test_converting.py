@@ -6,20 +6,20 @@ from types import SimpleNamespace
 import pytest
 from role_fakes import Journal, config
 
-from relax_hpc.checkpoints import convert as module
-from relax_hpc.checkpoints.convert import convert
-from relax_hpc.demo import make_tiny
-from relax_hpc.engines.megatron.checkpoint.part_files import MANIFEST
+from relax_hpc.cli.demo import make_tiny
 from relax_hpc.errors import ConfigError
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import read_json
+from relax_hpc.runtime.files.records import read_json
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.trainer.checkpoints import convert as module
+from relax_hpc.trainer.checkpoints.convert import convert
+from relax_hpc.trainer.megatron.checkpoint_files import MANIFEST
 
 
 @pytest.fixture
 def journal(monkeypatch):
     noted = Journal()
     for name, said in (("to_hf", "hf"), ("to_megatron", "megatron")):
-        monkeypatch.setattr(module.conversion, name, partial(noted.note, said))
+        monkeypatch.setattr(module, name, partial(noted.note, said))
     return noted
 
 
@@ -83,15 +83,15 @@ def test_a_model_is_warmed_up_on_its_prompts_and_scored_on_the_held_out_ones(tmp
         assert not any(each in train for each in heldout)
         return SimpleNamespace(_asdict=lambda: {"steps": 5})
 
-    tokens = make_tiny.checkpoint.tokenizer()
+    tokens = make_tiny.models.tokenizer()
     saved = []
     monkeypatch.setattr(make_tiny, "NUM_TRAIN", 20)
     monkeypatch.setattr(make_tiny, "NUM_HELDOUT", 12)
     monkeypatch.setattr(make_tiny, "NUM_SCORED", 8)
     monkeypatch.setattr(make_tiny, "warm_start", warm_start)
-    monkeypatch.setattr(make_tiny.checkpoint, "model", lambda tokens, seed: f"model {seed}")
+    monkeypatch.setattr(make_tiny.models, "model", lambda tokens, seed: f"model {seed}")
     save = lambda folder, model, tokens: saved.append((folder.name, len(journal)))  # noqa: E731
-    monkeypatch.setattr(make_tiny.checkpoint, "save", save)
+    monkeypatch.setattr(make_tiny.models, "save", save)
     made = make_tiny.make(tmp_path, seed=4, target=0.3, progress=print)
     assert journal == [("model 4", 20, 8, {"target": 0.3, "seed": 4, "progress": print})]
     assert saved == [("untrained", 0), ("model", 1)]  # the one before, the other after it

@@ -13,14 +13,13 @@ import psutil
 import pytest
 from role_fakes import Journal, wait_for
 
-from relax_hpc import heartbeat
-from relax_hpc.comm.world import SoloWorld
-from relax_hpc.heartbeat import Beat
 from relax_hpc.launch import requeue
-from relax_hpc.paths import RunPaths
 from relax_hpc.roles import ending
-from relax_hpc.roles.ending import Ending
-from relax_hpc.roles.training.last_save import LastSave
+from relax_hpc.roles.ending import Ending, LastSave
+from relax_hpc.runtime import heartbeat
+from relax_hpc.runtime.comm.world import SoloWorld
+from relax_hpc.runtime.heartbeat import Beat
+from relax_hpc.runtime.paths import RunPaths
 
 REFUSAL = "#!/bin/sh\ncd {folder}\necho scontrol $* >> asked\necho Requested operation is disabled >&2\nexit 1\n"  # noqa: E501
 SILENT_ONCE = """#!/bin/sh
@@ -81,7 +80,7 @@ def test_a_requeue_is_asked_for_once_the_step_is_saved_and_the_verdict_names_it(
     asking.start()
     time.sleep(0.5)
     assert run.asked("scontrol") == [], "nothing is asked while the save is under way"
-    trainer.saved(12)
+    trainer.note_saved(12)
     asking.join(20)
     assert run.asked("scontrol") == ["scontrol requeue 7"]
     assert verdict(run).startswith("time limit reached, with step 12 saved: requeued, for")
@@ -104,7 +103,7 @@ def test_a_critic_is_waited_for_as_the_actor_is_and_who_is_done_for_good_is_not(
     actor, critic = seen(run), Ending(paths_of(run), "7.0", paths_of(run).critic_saves("7.0"))
     for each in (actor, critic):
         each.will_save()
-    actor.saved(4)
+    actor.note_saved(4)
     records = paths_of(run).saves("7.0"), paths_of(run).critic_saves("7.0")
     assert requeue.is_unsaved(records)
     LastSave(SoloWorld(), Trainer(), Saves(Journal()), critic).close()
@@ -229,6 +228,8 @@ def test_the_trainer_saves_says_so_and_waits_for_the_end_and_goes_on_if_it_does_
     requeue.ask_in_time("7", run.run_dir, left_s=60)
     waiting.join(20)
     assert not waiting.is_alive()
+    said = json.loads(record.read_text())
+    assert said["step"] is None, "the next end that is announced waits for the next save, too"
 
 
 class Others:
@@ -252,11 +253,11 @@ def test_other_ranks_save_when_rank_0_says_so_and_wait_for_nobody(says):
 TRAINS = """
 import sys, time
 from pathlib import Path
-from relax_hpc.comm.world import SoloWorld
+from relax_hpc.runtime.comm.world import SoloWorld
 from relax_hpc.launch import requeue
-from relax_hpc.paths import RunPaths
+from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.roles import ending
-from relax_hpc.roles.training.last_save import LastSave
+from relax_hpc.roles.ending import LastSave
 run_dir, stops_in = Path(sys.argv[1]), sys.argv[2]
 ending.LOOK_EVERY_S = 0.0
 requeue.install("7", run_dir, asks=True)

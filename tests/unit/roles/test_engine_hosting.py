@@ -6,24 +6,21 @@ import threading
 import pytest
 from role_fakes import Events, config
 
-from relax_hpc.engines.sglang.launch import Share
 from relax_hpc.errors import EngineError, EngineUnfitError
-from relax_hpc.fleet import members
-from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.roster import Roster, RosterEntry
-from relax_hpc.paths import RunPaths
-from relax_hpc.records import write_json
+from relax_hpc.inference import members
+from relax_hpc.inference.members import Member, Roster, RosterEntry
+from relax_hpc.inference.spec import NodeShare
 from relax_hpc.roles.context import TaskContext
-from relax_hpc.roles.engine import added as extra_engine
 from relax_hpc.roles.engine import host as engine_host
-from relax_hpc.roles.engine import parts as engine_parts
-from relax_hpc.roles.engine.host import EngineHost
-from relax_hpc.roles.engine.hosting import Slot, hosting_of, slots_of
-from relax_hpc.roles.engine.parts import Call
-from relax_hpc.run_secret import RunSecret
+from relax_hpc.roles.engine import host as engine_parts
+from relax_hpc.roles.engine import loop
+from relax_hpc.roles.engine.host import EngineHost, EngineSlot, HostCall, hosting_of, slots_of
+from relax_hpc.runtime.files.records import write_json
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.runtime.paths import RunPaths
 
 CONTEXT = TaskContext("rollout", 1, 2, 0, attempt="7.0", start=2, node="here")
-SLOT = Slot("rollout-1", number=3, local_index=1)
+SLOT = EngineSlot("rollout-1", number=3, local_index=1)
 
 
 @pytest.fixture
@@ -207,7 +204,7 @@ def test_an_engine_needs_the_gpus_of_its_ranks_or_all_that_its_task_asked_for(
 
 
 def test_an_engine_waits_until_the_trainer_lends_its_gpus(host_of, monkeypatch):
-    monkeypatch.setattr(engine_host.lease, "is_with_engines", lambda paths, attempt: turns.pop(0))
+    monkeypatch.setattr(engine_host.members, "is_with_engines", lambda paths, attempt: turns.pop(0))
     host = host_of()
     assert host._has_gpus(), "its own"
     host._hosting = dataclasses.replace(host._hosting, shares_gpus=True)
@@ -312,10 +309,10 @@ def test_a_part_runs_its_share_of_the_start_that_its_host_called_for(tmp_path, m
         engines__rollout__count=2, engines__rollout__resources__nodes=4,
         engines__rollout__args={"tp_size": 4}, engines__rollout__resources__gpus_per_node=2,
     )  # fmt: skip
-    slot = Slot("rollout-1", number=5, local_index=0, part=1)
+    slot = EngineSlot("rollout-1", number=5, local_index=0, part=1)
     context = TaskContext("rollout", 3, 4, 0, attempt="7.0", start=2, node="n3")
     part = engine_parts._Part(hosting_of(settings, slot), paths, context)
-    call = Call("7.0-2-1", "10.0.0.1:77", over=False)
+    call = HostCall("7.0-2-1", "10.0.0.1:77", over=False)
     monkeypatch.setattr(engine_parts, "_POLL_S", 0.001)
 
     def start(spec, **how):
@@ -327,7 +324,7 @@ def test_a_part_runs_its_share_of_the_start_that_its_host_called_for(tmp_path, m
     write_json(paths.engine_call("rollout-1"), call._asdict())
     assert part.run(call) == "was killed\nthe log"
     [(spec, how)] = started
-    assert how["share"] == Share(2, 1, "10.0.0.1:77") and spec.seed == 45
+    assert how["share"] == NodeShare(2, 1, "10.0.0.1:77") and spec.seed == 45
     assert how["least_gpus"] == 2, "of this node"
     assert how["log_path"] == paths.engine_log("rollout-1.part1", "7.0-2-1")
     write_json(paths.engine_call("rollout-1"), call._replace(start="7.0-2-2")._asdict())
@@ -369,33 +366,33 @@ def test_an_added_engine_has_a_seed_beyond_those_that_were_there(tmp_path, monke
             made.append("drain")
 
     paths, events = RunPaths(tmp_path), Events()
-    monkeypatch.setattr(extra_engine, "EngineHost", Host)
-    monkeypatch.setattr(extra_engine.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(extra_engine, "_POLL_S", 0.001)
-    monkeypatch.setattr(extra_engine, "_NOTICE_S", 0.001)
+    monkeypatch.setattr(loop, "EngineHost", Host)
+    monkeypatch.setattr(loop.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(loop, "_POLL_S", 0.001)
+    monkeypatch.setattr(loop, "_NOTICE_S", 0.001)
     context = TaskContext("extra", 2, 3, 1, attempt="7.0", start=1, node="n")
     write_json(paths.drain(context.name), {"drain_s": 0.5})
-    extra_engine.main(config(engines__rollout__count=4), paths, context, events)
-    assert made == [Slot(context.name, number=6, local_index=1), "drain"]
+    loop.main_of_added(config(engines__rollout__count=4), paths, context, events)
+    assert made == [EngineSlot(context.name, number=6, local_index=1), "drain"]
     assert [event["aborted"] for event in events.of("drain")] == [0]
 
 
 def test_an_added_engine_serves_until_the_word_to_end_and_ends_if_its_engine_failed(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(extra_engine, "_POLL_S", 0.001)
+    monkeypatch.setattr(loop, "_POLL_S", 0.001)
     paths, never = RunPaths(tmp_path), threading.Event()
     write_json(paths.drain("extra-1"), {"drain_s": 12.5})
-    assert extra_engine._serve(paths, "extra-1", never) == 12.5
+    assert loop._serve(paths, "extra-1", never) == 12.5
     members.announce(paths, Member("extra-1", "e", "", 1, "embedded", "FAILED", reason="no memory"))
     with pytest.raises(EngineError, match="extra-1 failed: no memory"):
-        extra_engine._serve(paths, "extra-1", never)
+        loop._serve(paths, "extra-1", never)
     never.set()
-    assert extra_engine._serve(paths, "extra-1", never) == 0.0
+    assert loop._serve(paths, "extra-1", never) == 0.0
 
 
 def test_an_engine_that_leaves_stays_to_the_end_of_an_update(tmp_path, monkeypatch):
-    monkeypatch.setattr(extra_engine, "_POLL_S", 0.001)
+    monkeypatch.setattr(loop, "_POLL_S", 0.001)
     paths = RunPaths(tmp_path)
     Roster(4, {"extra-1": RosterEntry("e", None, "SYNCING")}).write(paths)
     over = Roster(4, {"extra-1": RosterEntry("e", 4, "ACTIVE")})
@@ -408,5 +405,5 @@ def test_an_engine_that_leaves_stays_to_the_end_of_an_update(tmp_path, monkeypat
                 over.write(paths)
             return False
 
-    extra_engine._leave_update(paths, "extra-1", Waits())
+    loop._leave_update(paths, "extra-1", Waits())
     assert len(looks) == 3

@@ -9,14 +9,13 @@ from episode_fakes import Board, answer, episodes
 from role_fakes import Events, Journal, config
 
 from relax_hpc.bus.credits import Credit
+from relax_hpc.data.source import Prompt
+from relax_hpc.environments.rewards.contract import Score
 from relax_hpc.errors import EngineError
-from relax_hpc.paths import RunPaths
-from relax_hpc.prompts.source import Prompt
-from relax_hpc.rewards.contract import Score
-from relax_hpc.roles.rollout.evaluation import Evaluator
-from relax_hpc.roles.rollout.heldout import Board as RealBoard
-from relax_hpc.roles.rollout.heldout import Due
-from relax_hpc.sampling.how import How
+from relax_hpc.inference.generation import Sampling
+from relax_hpc.roles.rollout.heldout import Due, Evaluator
+from relax_hpc.roles.rollout.heldout import ScoreBoard as RealBoard
+from relax_hpc.runtime.paths import RunPaths
 
 
 class Greedy:
@@ -271,8 +270,8 @@ def test_each_set_is_sampled_in_its_own_way():
     made = asyncio.run(run())
     hows = {how._replace(end=None) for _, how in made.sampler.asked_how}
     greedy, several = sorted(hows)
-    assert greedy == How(0.0, 256, 1 << 20)
-    assert several == How(0.8, 9, 1 << 20, top_p=0.9, top_k=20)
+    assert greedy == Sampling(0.0, 256, max_tokens=1 << 20)
+    assert several == Sampling(0.8, 9, max_tokens=1 << 20, top_p=0.9, top_k=20)
     assert len(made.sampler.asked_how) == 5 + 15
     end = next(how.end for _, how in made.sampler.asked_how if how.temperature)
     assert end([1, 4, 4, 4], 0) == 3 and end([1, 4], 0) is None

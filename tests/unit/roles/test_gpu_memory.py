@@ -2,16 +2,16 @@
 
 import pytest
 import torch
+from media_shapes import model_folder
 from role_fakes import Events, config
 from torch.distributed import DistBackendError
 
-from relax_hpc.bench.media.folder import model_folder
 from relax_hpc.errors import GpuMemoryError
-from relax_hpc.models.registry import read_architecture
-from relax_hpc.paths import RunPaths
 from relax_hpc.roles import table
 from relax_hpc.roles import task as tasks
 from relax_hpc.roles.training import gpu_memory
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.trainer.models.registry import read_architecture
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LEAN = {"actor__optimizer__moments": "bfloat16", "actor__transformer": FULL}
@@ -72,10 +72,10 @@ def test_what_a_rank_keeps_is_said_in_gib(tmp_path):
 )  # fmt: skip
 def test_a_full_gpu_is_told_with_what_takes_less(component, settings, asked):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.07 GiB.\nSee docs.")
-    found = gpu_memory.explained(error, config(**settings), component)
+    found = gpu_memory.explain(error, config(**settings), component)
     assert str(found) == (
-        f"a GPU of {component} is full; use {', or '.join(asked)} (docs/trainer.md, Memory of a "
-        "GPU): CUDA out of memory. Tried to allocate 1.07 GiB."
+        f"a GPU of {component} is full; use {', or '.join(asked)} (docs/explanation/trainer.md, "
+        "Memory of a GPU): CUDA out of memory. Tried to allocate 1.07 GiB."
     )
 
 
@@ -89,7 +89,7 @@ def test_a_full_gpu_is_told_with_what_takes_less(component, settings, asked):
     ],
 )
 def test_what_nccl_finds_no_room_for_is_told_alike(error, ends):
-    found = gpu_memory.explained(error, config(), "actor")
+    found = gpu_memory.explain(error, config(), "actor")
     assert found is None if ends is None else str(found).endswith(ends)
 
 

@@ -8,11 +8,11 @@ import pytest
 from episode_fakes import answer, episodes
 from role_fakes import config, sampled
 
+from relax_hpc.data.source import Prompt
+from relax_hpc.environments.rewards.contract import Score, fail
 from relax_hpc.errors import RewardError
-from relax_hpc.prompts.source import Prompt
-from relax_hpc.rewards.contract import Score, failed
+from relax_hpc.inference.generation import Sampling
 from relax_hpc.roles.rollout.episodes import Grouper
-from relax_hpc.sampling.how import How
 from relax_hpc.schema import FinishReason
 
 PROMPT = Prompt(index=7, token_ids=[11, 12, 13], answer="42")
@@ -28,7 +28,7 @@ RESPONSES = [
 
 
 class Prompts:
-    async def asked(self, ordinal):
+    async def fetch(self, ordinal):
         assert ordinal == 5
         return PROMPT
 
@@ -43,7 +43,7 @@ class Sampler:
         self.asked.append(how)
         assert given == [11, 12, 13]
         assert homes == ((5, seed), 5)
-        assert how == How(0.7, 256, 1 << 20, min_version=4)._replace(**self.wanted)
+        assert how == Sampling(0.7, 256, max_tokens=1 << 20, min_version=4)._replace(**self.wanted)
         response = self.responses[SEEDS.index(seed)]
         return answer(
             draft, response.token_ids, response.logprobs, response.version_runs, response.finish,
@@ -106,7 +106,7 @@ def test_routed_experts_are_asked_for_if_the_run_wants_them():
 def test_a_row_knows_the_parts_of_its_reward_and_whether_it_failed():
     """A part that is alone is the reward, and not said twice."""
     parts = {"right": 1.0, "short": -0.5}
-    scores = {31: Score(0.5, parts), 21: failed("a bug")}
+    scores = {31: Score(0.5, parts), 21: fail("a bug")}
     first, second = group(Sampler(), lambda tokens, _: scores[tokens[0]]).trajectories
     assert (first.reward, first.parts, first.reward_error) == (0.0, {}, True)
     assert (second.reward, second.parts, second.reward_error) == (0.5, parts, False)
@@ -117,7 +117,7 @@ def test_a_row_knows_the_parts_of_its_reward_and_whether_it_failed():
 def test_a_group_is_refused_once_too_many_rewards_have_failed():
     """All fail, and 0.4 * 500 are allowed."""
     settings = config(seed=9, rollout__temperature=0.7, reward__most_errors=0.4)
-    made = Grouper(settings, Prompts(), episodes(settings, Sampler(), lambda *_: failed("a bug")))
+    made = Grouper(settings, Prompts(), episodes(settings, Sampler(), lambda *_: fail("a bug")))
 
     async def run():
         for _ in range(100):
@@ -133,7 +133,7 @@ def test_a_group_is_refused_once_too_many_rewards_have_failed():
 @pytest.mark.parametrize("names", [["sums"], ["sums", "code"]])
 def test_the_reward_of_a_source_is_told_where_there_are_several(monkeypatch, names):
     def score(response, prompt):
-        return failed("it fell over") if tuple(response) == (31,) else 0.25
+        return fail("it fell over") if tuple(response) == (31,) else 0.25
 
     monkeypatch.setattr(f"{__name__}.PROMPT", replace(PROMPT, source="sums"))
     made = group(Sampler(), score, prompts={"sources": {name: {"path": name} for name in names}})

@@ -5,11 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from relax_hpc.engines import pool as pool_module
-from relax_hpc.engines.pool import Pool
-from relax_hpc.engines.pool_engine import Endpoint
-from relax_hpc.engines.response import Load, Sampling
 from relax_hpc.errors import EngineError, EngineLostError
+from relax_hpc.inference import pool as pool_module
+from relax_hpc.inference.generation import Load, Sampling
+from relax_hpc.inference.pool import Endpoint, Pool
 from relax_hpc.schema import FinishReason
 
 SAMPLING = Sampling(0.7, 8, (2,))
@@ -45,7 +44,7 @@ def test_the_oldest_policy_that_is_allowed_and_the_tokens_so_far_go_with_a_respo
         pool = Pool(lambda at: Client(at, asked), max_in_flight=4, patience_s=20)
         ends = {name: Endpoint(name, "0", f"http://{name}", "t") for name in ("e3", "e4", "e5")}
         pool.enlist({ends["e3"]: "serving", ends["e4"]: "held", ends["e5"]: "serving"})
-        task = asyncio.create_task(pool.sample([7, 8], 9, SAMPLING, min_version=4))
+        task = asyncio.create_task(pool.sample([7, 8], 9, SAMPLING._replace(min_version=4)))
         while not asked:
             await asyncio.sleep(0.001)
         pool.enlist({ends["e3"]: "serving", ends["e4"]: "held"})
@@ -58,10 +57,8 @@ def test_the_oldest_policy_that_is_allowed_and_the_tokens_so_far_go_with_a_respo
         return done
 
     assert asyncio.run(run()).token_ids == [5, 5, 4, 4]
-    assert asked == [
-        ("e5", [7, 8], 9, SAMPLING, 5, []),
-        ("e4", [7, 8], 9, SAMPLING, 4, [5, 5]),
-    ]
+    wanted = SAMPLING._replace(min_version=4)
+    assert asked == [("e5", [7, 8], 9, wanted, 5, []), ("e4", [7, 8], 9, wanted, 4, [5, 5])]
 
 
 def test_a_sample_that_waits_gets_an_engine_as_soon_as_it_serves_the_policy_that_is_wanted():
@@ -85,7 +82,9 @@ def test_a_sample_that_waits_gets_an_engine_as_soon_as_it_serves_the_policy_that
         e1, e3 = (Endpoint(name, "0", f"http://{name}", "t") for name in ("e1", "e3"))
 
         async def waits(min_version):
-            task = asyncio.create_task(pool.sample([7], 9, SAMPLING, min_version=min_version))
+            task = asyncio.create_task(
+                pool.sample([7], 9, SAMPLING._replace(min_version=min_version))
+            )
             await asyncio.sleep(0.01)
             assert not task.done()
             return task

@@ -11,12 +11,16 @@ from test_portions import batch_of, index, record
 
 from relax_hpc.algorithms.groups import AsSampled
 from relax_hpc.bus.plan import SkippedGroup
-from relax_hpc.bus.skips import Verdict
+from relax_hpc.bus.skips import GroupVerdict
 from relax_hpc.errors import BusError, ConfigError
-from relax_hpc.roles.actor.lookout import Lookout
-from relax_hpc.roles.dealing.judging import judge_of, most_skipped, with_skipped
-from relax_hpc.roles.dealing.portions import share_of
-from relax_hpc.roles.rollout.build import credits_every_s
+from relax_hpc.roles.actor.rank0 import Lookout
+from relax_hpc.roles.dealing.portions import (
+    judge_of,
+    most_skipped,
+    share_of,
+    with_skipped,
+)
+from relax_hpc.roles.rollout.skips import credits_every_s
 from relax_hpc.schema import FinishReason
 
 REFILL = {"algorithm__groups__name": "refill", "rollout__samples_per_prompt": 4}
@@ -37,7 +41,8 @@ def cut(found, *rows):
 def test_groups_teach_whose_rewards_differ_and_the_others_are_solved_or_not():
     found = index([1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0])
     assert verdicts(found) == [
-        Verdict(True, False, 0.5), Verdict(False, True, 1.0), Verdict(False, False, 0.0)
+        GroupVerdict(True, False, 0.5),
+        GroupVerdict(False, True, 1.0), GroupVerdict(False, False, 0.0)
     ]  # fmt: skip
     assert verdicts(found, reward__solved_at=0)[2].solved
     assert judge_of(config(algorithm__groups__name="as_sampled")) is None
@@ -46,8 +51,8 @@ def test_groups_teach_whose_rewards_differ_and_the_others_are_solved_or_not():
 def test_an_episode_without_a_reward_is_no_difference():
     found = index([1, 0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 1], failed=[1, 4, 5, 6, 7, 8, 10])
     masked = verdicts(found, reward__on_error="mask")
-    assert masked == [Verdict(False, True, 1.0), Verdict(False, False, None), masked[2]]
-    assert masked[2] == Verdict(False, True, 1.0)
+    assert masked == [GroupVerdict(False, True, 1.0), GroupVerdict(False, False, None), masked[2]]
+    assert masked[2] == GroupVerdict(False, True, 1.0)
     assert [verdict.teaches for verdict in verdicts(found)] == [True, False, True]
 
 
@@ -108,7 +113,7 @@ def test_a_penalty_that_makes_up_for_the_difference_leaves_nothing_to_learn():
     """Right and as long as can be is worth 1 - 1, as much as wrong and short."""
     long = {**DAPO, "rollout__max_new_tokens": 100}
     found = index([1, 0, 0, 0], [2] * 4, [100, 10, 10, 10])
-    assert verdicts(found, **long) == [Verdict(False, False, 0.25)]
+    assert verdicts(found, **long) == [GroupVerdict(False, False, 0.25)]
 
 
 def test_a_long_response_in_a_dialogue_or_a_buffer_too_long_or_unused_is_refused():

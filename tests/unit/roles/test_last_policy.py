@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 from role_fakes import Journal, config
 
-from relax_hpc.comm.world import SoloWorld
 from relax_hpc.errors import PeerTimeoutError
-from relax_hpc.paths import RunPaths
-from relax_hpc.roles.actor import last_policy
-from relax_hpc.roles.rollout.heldout import Board, Due, Row, Share
+from relax_hpc.roles.actor import loop, rank0
+from relax_hpc.roles.rollout.heldout import Due, HeldoutRow, ScoreBoard, TaskScore
+from relax_hpc.runtime.comm.world import SoloWorld
+from relax_hpc.runtime.paths import RunPaths
 
 STEPS = config().schedule.num_steps
-ROW = Row(0, 0, 1.0, {}, 3, 3, "stop", 1, ["a"])
+ROW = HeldoutRow(0, 0, 1.0, {}, 3, 3, "stop", 1, ["a"])
 
 
 class Engines:
@@ -39,7 +39,7 @@ class Duties:
 class Trainer:
     step = 3
 
-    def named_weights(self):
+    def stream_weights(self):
         return iter(())
 
 
@@ -52,22 +52,22 @@ def clock(monkeypatch):
         now[0] += seconds
 
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
-    monkeypatch.setattr(last_policy, "time", clock)
+    monkeypatch.setattr(rank0, "time", clock)
     return clock
 
 
 def evaluated(paths, rank, *, when="after", number=STEPS):
-    board, due = Board(paths, rank, 2), Due("heldout", when, number)
+    board, due = ScoreBoard(paths, rank, 2), Due("heldout", when, number)
     board.begin(due)
     board.keep(due, [ROW])
-    board.add(due, Share.of([ROW]), [ROW])
+    board.add(due, TaskScore.of([ROW]), [ROW])
 
 
 def served(paths, engines, **settings):
     made = config(engines__rollout__count=2, **settings)
     journal = Journal()
-    last = last_policy.LastPolicy(made, paths, engines)
-    last_policy.serve(SoloWorld(), Trainer(), Duties(journal), last)
+    last = rank0.LastPolicy(made, paths, engines)
+    loop.serve(SoloWorld(), Trainer(), Duties(journal), last.wait_for_wanted)
     return journal
 
 
@@ -87,7 +87,7 @@ def test_engines_that_come_after_the_last_step_are_given_its_weights_until_all_h
 def test_who_scores_nothing_for_long_is_named_and_who_does_is_waited_for(tmp_path):
     paths = RunPaths(tmp_path)
     evaluated(paths, 0)
-    board, due = Board(paths, 1, 2), Due("heldout", "after", STEPS)
+    board, due = ScoreBoard(paths, 1, 2), Due("heldout", "after", STEPS)
     board.begin(due)
     slow = {look: lambda: board.keep(due, [ROW]) for look in range(1, 60)}
     engines = Engines(at_look=slow)
@@ -100,10 +100,10 @@ def test_who_completes_an_evaluation_that_began_before_the_last_step_is_waited_f
     """It comes first, and has few places in the engines."""
     paths = RunPaths(tmp_path)
     evaluated(paths, 0)
-    board, due = Board(paths, 1, 2), Due("heldout", "during", 3)
+    board, due = ScoreBoard(paths, 1, 2), Due("heldout", "during", 3)
     board.begin(due)
     slow = {look: lambda: board.keep(due, [ROW]) for look in range(1, 60)}
-    engines = Engines(at_look=slow | {60: lambda: board.add(due, Share.of([ROW]), [ROW])})
+    engines = Engines(at_look=slow | {60: lambda: board.add(due, TaskScore.of([ROW]), [ROW])})
     with pytest.raises(PeerTimeoutError, match=r"policy: rollout-1 scored no held-out"):
         served(paths, engines, launch__peer_timeout_s=20)
     assert 60 + 10 <= engines.looks <= 60 + 13

@@ -8,7 +8,11 @@ from role_fakes import Events, Journal
 from relax_hpc.errors import TrainingError
 from relax_hpc.roles.actor import lease
 from relax_hpc.roles.actor.lease import SharedGpus
-from relax_hpc.roles.training.skips import fields_of, line_of, stop_if_stuck
+from relax_hpc.roles.training.duties import (
+    fields_of,
+    line_of,
+    stop_if_stuck,
+)
 
 
 class World:

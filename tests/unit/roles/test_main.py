@@ -9,21 +9,24 @@ from types import SimpleNamespace
 import pytest
 from role_fakes import Events, Journal, config
 
-from relax_hpc import kernel_cache
-from relax_hpc.config.sft import SftRunConfig
+from relax_hpc.config.run import SftRunConfig
 from relax_hpc.errors import ConfigError, EngineError
-from relax_hpc.paths import RunPaths
 from relax_hpc.roles import table
 from relax_hpc.roles import task as main
 from relax_hpc.roles.actor import build as actor_task
 from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.role import ModelRank
 from relax_hpc.roles.rollout import build as rollout_task
 from relax_hpc.roles.scorer import build as logprobs_task
 from relax_hpc.roles.sft import build as sft_task
-from relax_hpc.roles.sft.document_check import File
-from relax_hpc.roles.sft.rank0 import DataPosition
-from relax_hpc.run_secret import RunSecret
-from relax_hpc.telemetry.events import read_events
+from relax_hpc.roles.sft.build import DataPosition
+from relax_hpc.roles.sft.document_check import DocumentFile
+from relax_hpc.roles.training import build as training
+from relax_hpc.roles.training.duties import Duties
+from relax_hpc.runtime import kernel_cache
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import read_events
 
 SFT = SftRunConfig.model_validate({
     "name": "run", "model": {"path": "unused"},
@@ -46,7 +49,7 @@ def joined(monkeypatch, tmp_path):
 
     RunSecret.create(RunPaths(tmp_path).secret)
     monkeypatch.setattr(main, "connect", connect)
-    monkeypatch.setattr("relax_hpc.engines.megatron.cpu.install", lambda: None)
+    monkeypatch.setattr("relax_hpc.trainer.megatron.cpu.install", lambda: None)
     return asked
 
 
@@ -68,10 +71,10 @@ def test_ranks_join_in_a_place_of_their_start_and_outlast_rank_0(
     assert how.pop("secret").derive("x") == RunSecret.read(paths.secret).derive("x")
     assert how == {"role": role, "rank": 2, "size": 4, "timeout_s": 137}
     assert [e["size"] for e in events.of("world")] == [4]
-    [(*first, world, task, noted)] = given
-    scoring = [logprobs_task.of_reference(settings)] * (role == "reference")
-    assert (first, world.size) == ([settings, *scoring, paths], 4)
-    assert (task, noted) == (context(role), events)
+    [(rank, *scoring)] = given
+    assert scoring == [logprobs_task.of_reference(settings)] * (role == "reference")
+    assert (rank.config, rank.paths, rank.world.size) == (settings, paths, 4)
+    assert (rank.context, rank.events) == (context(role), events)
 
 
 def test_a_fine_tuning_has_an_actor_of_its_own(tmp_path, monkeypatch, joined):
@@ -79,8 +82,8 @@ def test_a_fine_tuning_has_an_actor_of_its_own(tmp_path, monkeypatch, joined):
     monkeypatch.setattr(sft_task, "main", lambda *args: given.append(args))
     declared = table.role_of(SFT, "actor")
     main.start(declared, SFT, RunPaths(tmp_path), context(), "mpi", Events())
-    [(settings, _, _, task, _)] = given
-    assert settings is SFT and task == context()
+    [(rank,)] = given
+    assert rank.config is SFT and rank.context == context()
 
 
 @pytest.mark.parametrize(("bootstrap", "joins"), [("files", 0), ("mpi", 1)])
@@ -164,26 +167,24 @@ def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_writes(
     journal, paths, events = Journal(), RunPaths(tmp_path), Events()
     closing = SimpleNamespace(close=lambda: journal.note("closed"))
     fake(
-        monkeypatch, logprobs_task, journal, "init_torch", "MegatronScorer", "Reader",
-        "SidecarWriter", "CreditTail", Reader=closing,
+        monkeypatch, logprobs_task, journal, "MegatronScorer", "Reader", "CreditTail",
+        "ScorerRank0", Reader=closing, ScorerRank0=closing,
     )  # fmt: skip
-    fake(monkeypatch, logprobs_task, journal, "Rank0", Rank0=closing)
-    monkeypatch.setattr(logprobs_task, "init_torch", lambda *_, **__: time.sleep(0.002))
+    fake(monkeypatch, training, journal, "SidecarWriter")
+    monkeypatch.setattr(training, "init_torch", lambda *_, **__: time.sleep(0.002))
     fake(monkeypatch, logprobs_task.loop, journal, "run")
-    monkeypatch.setattr(logprobs_task.torch.distributed, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(training.torch.distributed, "destroy_process_group", lambda: None)
     settings = config(
         reference__placement="own", reference__path="its model", reference__layout__data_parallel=2,
         bus__compress=["ragged/token_ids"],
     )  # fmt: skip
-    logprobs_task.main(
-        settings, logprobs_task.of_reference(settings), paths, World(rank, journal),
-        context("reference", rank), events,
-    )  # fmt: skip
+    of_rank = ModelRank(settings, paths, World(rank, journal), context("reference", rank), events)
+    logprobs_task.main(of_rank, logprobs_task.of_reference(settings))
     [(_, (model, megatron, *_), _)] = journal.of("MegatronScorer")
     assert str(model.path) == "its model" and megatron.layout.data_parallel == 2
     [(_, (_, scorer, reader, duties, _, columns), _)] = journal.of("run")
     assert (scorer, reader, columns) == ("MegatronScorer", closing, [])
-    assert isinstance(duties, logprobs_task.loop.OtherRank) if rank else duties is closing
+    assert type(duties) is Duties if rank else duties is closing
     assert len(journal.of("closed")) == 2 - rank and journal[-1] == ("barrier",)
     assert [e["step"] for e in events.of("phases")] == [0] * (rank == 0)
     if rank == 0:
@@ -192,7 +193,7 @@ def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_writes(
         assert (bus, name) == (paths.bus, "reference-0")
         assert how == {"compress": ["ragged/token_ids"]}
         assert (provenance["model"], provenance["start"]) == ("its model", 3)
-        [(_, (found, column, writer, _, credits, _), _)] = journal.of("Rank0")
+        [(_, (found, column, writer, _, credits, _, _), _)] = journal.of("ScorerRank0")
         assert (found.layout.data_parallel, column) == (2, "ragged/ref_logprobs")
         assert (writer, credits) == ("SidecarWriter", "CreditTail")
 
@@ -200,8 +201,10 @@ def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_writes(
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, monkeypatch, rank):
     journal, paths, events = Journal(), RunPaths(tmp_path), Events()
+    made = SimpleNamespace(make_up=lambda: journal.note("made up"))
     resumed, rank0 = SimpleNamespace(position=DataPosition(1, 2, 3)), SimpleNamespace(position="at")
-    fake(monkeypatch, sft_task, journal, "init_torch", "trainer_of", "Rank0", Rank0=rank0)
+    fake(monkeypatch, sft_task, journal, "trainer_of", "SftRank0", SftRank0=rank0)
+    fake(monkeypatch, training, journal, "init_torch", "Saving", Saving=made)
     fake(monkeypatch, sft_task, journal, "tell_parameters")
     monkeypatch.setattr(sft_task.tokenizers, "load", lambda path: "tokenizer")
 
@@ -217,20 +220,16 @@ def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, mo
             return f"{self.path} {line}"
 
     monkeypatch.setattr(sft_task, "Documents", Documents)
-    files = [File(key, key[0], f"rows of {key[0]}") for key in ("train", "heldout")]
+    files = [DocumentFile(key, key[0], f"rows of {key[0]}") for key in ("train", "heldout")]
     monkeypatch.setattr(sft_task.document_check, "open_files", lambda config: files)
     fake(monkeypatch, sft_task.document_check, journal, "check_share")
-    made = SimpleNamespace(make_up=lambda: journal.note("made up"))
-    fake(
-        monkeypatch, sft_task.saving, journal, "checkpoints_of", "resume", "Saving",
-        resume=resumed, Saving=made,
-    )  # fmt: skip
+    fake(monkeypatch, sft_task.saving, journal, "checkpoints_of", "resume", resume=resumed)
     last_save = SimpleNamespace(close=lambda: journal.note("last save closed"))
     fake(monkeypatch, sft_task, journal, "LastSave", LastSave=last_save)
     fake(monkeypatch, sft_task.loop, journal, "run")
-    monkeypatch.setattr(sft_task.torch.distributed, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(training.torch.distributed, "destroy_process_group", lambda: None)
     task = replace(context(), end="the time limit")
-    sft_task.main(SFT, paths, World(rank, journal), task, events)
+    sft_task.main(ModelRank(SFT, paths, World(rank, journal), task, events))
     assert journal.of("check_share")[0][1] == (SFT, files, "tokenizer", rank, 2)
     assert journal.of("checkpoints_of")[0][1][3] is DataPosition
     assert len(journal.of("tell_parameters")) == (rank == 0)
@@ -245,9 +244,9 @@ def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, mo
     assert (saved, by, ending is None) == ("trainer_of", made, rank != 0)
     assert end == "the time limit"
     if rank:
-        assert isinstance(duties, sft_task.loop.OtherRank) and saves is None and not events.all
+        assert type(duties) is sft_task.loop.SftDuties and saves is None and not events.all
         return
     assert duties is saves is rank0 and events.of("end") == [{}]
-    [(_, (_, _, documents, heldout, _, position), _)] = journal.of("Rank0")
+    [(_, (_, _, documents, heldout, _, position), _)] = journal.of("SftRank0")
     assert (documents.path, heldout) == ("t", ["h 0", "h 1"])  # of three that were asked for
     assert position == DataPosition(1, 2, 3)

@@ -7,17 +7,19 @@ import pytest
 from role_fakes import config
 
 from relax_hpc.algorithms.part import Advantage
-from relax_hpc.bus.plan import Part, PlanRecord
+from relax_hpc.bus.plan import PlanRecord, ShardRange
 from relax_hpc.bus.reader import BatchIndex
 from relax_hpc.errors import ConfigError
 from relax_hpc.roles.dealing.portions import (
     Batch,
+    Comparison,
     check_errors,
     shards_of,
     share_of,
     split_groups,
     values_of,
 )
+from relax_hpc.schema import FinishReason
 
 # Three groups of four: half of them right, all of them, one of them.
 REWARDS = [1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 0]
@@ -57,7 +59,9 @@ def index(rewards=REWARDS, prompts=PROMPTS, responses=RESPONSES, oldest=None, gu
 
 
 def record(groups=3, portion=0, last=True, step=5):
-    parts = [Part("rollout-0", 1, n // 2, f"u{n // 2}", 4 * n, 4 * n + 4) for n in range(groups)]
+    parts = [
+        ShardRange("rollout-0", 1, n // 2, f"u{n // 2}", 4 * n, 4 * n + 4) for n in range(groups)
+    ]
     return PlanRecord(step, list(range(groups)), parts, 4 * groups, 0, 0, portion, last)
 
 
@@ -133,17 +137,16 @@ def test_a_group_of_which_all_failed_teaches_nothing_and_is_not_solved():
 def test_masking_is_as_if_what_failed_had_never_been_sampled():
     """Whatever stands in the failed rows, the others are worth what they are without them."""
     settings = config(algorithm__advantage__name="grpo", rollout__samples_per_prompt=4).algorithm
-    whole = index(failed=[1, 8])
-    found, teaching = values_of(whole, settings, 4, longest=8, masks_errors=True)
+    whole, comparison = index(failed=[1, 8]), Comparison(settings, 4, longest=8, masks_errors=True)
+    found, teaching = values_of(whole, comparison)
     other, again = values_of(
-        whole._replace(rewards=np.where(whole.reward_error, 7, whole.rewards)), settings, 4,
-        longest=8, masks_errors=True,
-    )  # fmt: skip
+        whole._replace(rewards=np.where(whole.reward_error, 7, whole.rewards)), comparison
+    )
     assert found["advantages"].tolist() == other["advantages"].tolist()
     assert teaching.tolist() == again.tolist() == [0, 2, 3, 9, 10, 11]
     kept = [0, 2, 3]
     alone = BatchIndex(*(column[kept] for column in whole))
-    expected, _ = values_of(alone, settings, 3, longest=8)
+    expected, _ = values_of(alone, Comparison(settings, 3, longest=8))
     assert found["advantages"][kept].tolist() == expected["advantages"].tolist()
 
 
@@ -153,7 +156,7 @@ def test_a_row_that_is_worth_its_group_s_mean_counts_in_a_group_that_teaches():
     found = index(rewards, responses=[10, 100, 10, 100, *[5] * 4, 1, 2, 3, 4])
     settings = config(algorithm__preset="dapo", rollout__samples_per_prompt=4).algorithm
     assert settings.aggregation == "prompt"
-    columns, teaching = values_of(found, settings, 4, longest=9000)
+    columns, teaching = values_of(found, Comparison(settings, 4, longest=9000))
     assert teaching.tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
     assert columns["advantages"][:4].tolist()[1::2] == [0, 0]
     np.testing.assert_allclose(columns["weights"][:4], [1 / 220] * 4)
@@ -172,7 +175,7 @@ def test_an_algorithm_that_cannot_do_without_a_sibling_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"algorithm.advantage.name = 'plain': gives siblings"):
         check_errors(settings)
     with pytest.raises(ConfigError, match=r"set reward.on_error to \"zero\""):
-        values_of(index(failed=[0]), settings, 4, longest=8, masks_errors=True)
+        values_of(index(failed=[0]), Comparison(settings, 4, longest=8, masks_errors=True))
 
 
 def test_a_measured_reference_without_a_coefficient_keeps_no_row_for_it():
@@ -315,7 +318,7 @@ def batch_of_several(index, **settings):
     return Batch(config(rollout__samples_per_prompt=3, **settings), Reader(index))
 
 
-PARTS = [Part("rollout-0", 1, 0, "u0", 0, 6), Part("rollout-0", 1, 0, "u0", 6, 11)]
+PARTS = [ShardRange("rollout-0", 1, 0, "u0", 0, 6), ShardRange("rollout-0", 1, 0, "u0", 6, 11)]
 SEVERAL = PlanRecord(5, [0, 1], PARTS, 11, 0, 0)
 THIRD, ROOT = 1 / 3, math.sqrt(3)
 
@@ -350,3 +353,29 @@ def test_of_a_batch_with_several_rows_an_episode_means_are_of_episodes():
 
 def test_rows_know_the_shard_that_they_are_in():
     assert shards_of(record(3).parts).tolist() == [0] * 8 + [1] * 4
+
+
+@pytest.mark.parametrize("truncated", ["mask", "keep"])
+def test_an_episode_counts_as_cut_off_whichever_of_its_sequences_was(truncated):
+    """The second sibling of the first group has two rows; the second of these was cut off."""
+    found = index_of_several()
+    finish = found.finish.copy()
+    finish[2] = FinishReason.LENGTH
+    batch = batch_of_several(found._replace(finish=finish), algorithm__groups__truncated=truncated)
+    trained = share_of(batch.deal(SEVERAL), 0).rows
+    assert trained == ([0, 3, 4, 5] if truncated == "mask" else list(range(6)))
+
+
+def test_the_load_of_a_rank_is_of_all_portions_before():
+    """Of three portions with 90, 80 and 40 tokens, for two ranks."""
+    uneven = index([1, 0, 0, 0], [1] * 4, [59, 9, 9, 9])
+    even = index([1, 0, 0, 0], [1] * 4, [19, 19, 19, 19], guid=1)
+    last = index([1, 0, 0, 0], [1] * 4, [9, 9, 9, 9], guid=2)
+    batch = batch_of(uneven, even, last, actor__layout__data_parallel=2)
+    sums = [0, 0]
+    for number, tokens in enumerate(([60, 10, 10, 10], [20] * 4, [10] * 4)):
+        portion = batch.deal(record(1, number, last=number == 2))
+        for rank in range(2):
+            sums[rank] += sum(tokens[row] for row in share_of(portion, rank).rows)
+    assert sum(sums) == 90 + 80 + 40
+    assert batch.describe(5)["batch/imbalance"] == pytest.approx(max(sums) / (sum(sums) / 2) - 1)

@@ -11,23 +11,24 @@ from role_fakes import CheckpointPart, Events, Journal, NobodyElse, config, row
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.credits import CreditTail
-from relax_hpc.bus.plan import Part, PlanPosition, PlanRecord
+from relax_hpc.bus.plan import PlanPosition, PlanRecord, ShardRange
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import BatchIndex, Reader
 from relax_hpc.bus.sequencer import Sequencer
-from relax_hpc.checkpoints.store import Checkpoint, Checkpoints
-from relax_hpc.comm.world import SoloWorld, connect
 from relax_hpc.errors import FencedError
-from relax_hpc.paths import BusPaths
-from relax_hpc.roles import turns
 from relax_hpc.roles.actor import loop
-from relax_hpc.roles.actor.other_ranks import OtherRank
-from relax_hpc.roles.actor.rank0 import Rank0
-from relax_hpc.run_secret import RunSecret
+from relax_hpc.roles.actor.loop import ActorOtherRank
+from relax_hpc.roles.actor.rank0 import ActorRank0
+from relax_hpc.roles.training import duties as turns
+from relax_hpc.runtime.comm.world import SoloWorld, connect
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.runtime.paths import BusPaths
+from relax_hpc.runtime.telemetry.timers import Timers
 from relax_hpc.schema import PromptGroup
-from relax_hpc.telemetry.timers import Timers
+from relax_hpc.trainer.checkpoints.store import Checkpoint, Checkpoints
+from relax_hpc.weights.files import Loaded
 from relax_hpc.weights.publish import Published
-from relax_hpc.weights.verify import Verified
+from relax_hpc.weights.transport import DigestComparison
 
 DONE = Published(
     1, ["rollout-0"], [], False, 4_000_000_000, 0.25, {"wire": 2.0, "total": 3.0}, None
@@ -43,7 +44,7 @@ class FakeSequencer:
     def check_fenced(self):
         self.journal.note("check_fenced")
 
-    def skipped_for(self, step):
+    def find_skipped(self, step):
         return []
 
     def advance(self, **credit):
@@ -80,7 +81,7 @@ class FakePublisher:
     def has_newcomers(self):
         return self.newcomers
 
-    def ended_loads(self):
+    def take_ended_loads(self):
         return []
 
 
@@ -117,7 +118,7 @@ def rank0_of(journal, *, published=DONE, records=(), critic=(), **settings):
     publisher = FakePublisher(journal, published)
     sequencer = FakeSequencer(journal, records)
     checkpoints = [FakeCheckpoints(3, 6, 9), *critic]
-    rank0 = Rank0(config(**settings), sequencer, FakeReader(), publisher, checkpoints, events)
+    rank0 = ActorRank0(config(**settings), sequencer, FakeReader(), publisher, checkpoints, events)
     return rank0, publisher, events
 
 
@@ -179,7 +180,7 @@ def test_a_publication_is_noted_with_its_speed_and_what_was_compared():
     assert event["sync/wire"] == 2.0 and event["sync/total"] == 3.0
     assert event["sync/gb_per_s"] == 2.0 and event["sync/paused"] == 0.25
     assert "verified" not in event and "seconds" not in event and not events.of("verify")
-    verified = Verified("x", {"rollout-0": "y"}, False)
+    verified = DigestComparison("x", {"rollout-0": "y"}, False)
     published = DONE._replace(verified=verified, seconds={"load": 1.0, "write": 8.0}, members=[])
     rank0, _, events = rank0_of(Journal(), published=published)
     rank0.publish(1, iter([]))
@@ -190,7 +191,7 @@ def test_a_publication_is_noted_with_its_speed_and_what_was_compared():
 
 
 def portion(number, guids=(4, 5), *, last=True):
-    parts = [Part("rollout-0", 2, guid, f"u{guid}", 0, 2) for guid in guids]
+    parts = [ShardRange("rollout-0", 2, guid, f"u{guid}", 0, 2) for guid in guids]
     return PlanRecord(3, list(guids), parts, 4, 0, 20, number, last)
 
 
@@ -201,9 +202,9 @@ def test_the_next_portion_is_as_large_and_waited_for_as_long_as_the_settings_say
         actor__portion_micro_batches=3, launch__peer_timeout_s=77,
     )  # fmt: skip
     publisher.newcomers = True
-    assert rank0.next_portion(3, Timers()) is None  # engines are given weights first
+    assert rank0.next_task(3, Timers()) is None  # engines are given weights first
     publisher.newcomers = False
-    assert rank0.next_portion(3, Timers()).record == portion(0)
+    assert rank0.next_task(3, Timers()).record == portion(0)
     asked = {"min_tokens": 142.5, "timeout_s": 77, "may_lack_groups": False}
     assert journal == [("next_portion", 3, asked)] * 2
 
@@ -212,7 +213,7 @@ def test_rollout_that_is_a_job_of_its_own_may_commit_groups_as_late_as_it_likes(
     journal = Journal()
     apart = {"launch__layout": "separate", "weights__transport": "files"}
     rank0, _, _ = rank0_of(journal, records=[portion(0)], **apart)
-    rank0.next_portion(3, Timers())
+    rank0.next_task(3, Timers())
     assert journal[0][2]["may_lack_groups"]
 
 
@@ -231,11 +232,11 @@ class Skip:
 def test_a_skipped_update_names_the_shard_of_a_sample_of_any_portion_of_its_step():
     records = [portion(0, (5,), last=False), portion(1, (6,)), portion(0, (7,))]
     rank0, _, events = rank0_of(Journal(), records=records)
-    rank0.next_portion(3, Timers())
-    rank0.next_portion(3, Timers())
-    rank0.skipped(3, Skip)
-    rank0.next_portion(4, Timers())
-    rank0.skipped(4, Skip)
+    rank0.next_task(3, Timers())
+    rank0.next_task(3, Timers())
+    rank0.note_skipped(3, Skip)
+    rank0.next_task(4, Timers())
+    rank0.note_skipped(4, Skip)
     [third, fourth] = events.of("skipped")
     assert (third["step"], third["reason"], third["in_a_row"]) == (3, "loss is nan", 2)
     path = "bus/p/rollout-0/f2/000000000005.h5"
@@ -246,7 +247,7 @@ def test_a_skipped_update_names_the_shard_of_a_sample_of_any_portion_of_its_step
 def test_a_step_is_noted_with_its_speed(monkeypatch):
     rank0, _, events = rank0_of(Journal(), algorithm__groups__name="as_sampled")
     left = rank0._config.schedule.num_steps - 3
-    monkeypatch.setattr(rank0._pace, "end_step", lambda *told: {(4.0, left): 5.0}[told])
+    monkeypatch.setattr(rank0._record._pace, "end_step", lambda *told: {(4.0, left): 5.0}[told])
     monkeypatch.setattr(rank0._batch, "describe", lambda step: {"num_tokens": 100})
     timers = SimpleNamespace(seconds={"time/save": 2.0}, phases=["phase"], elapsed=4.0)
     rank0.end_step(3, {"loss": 0.5}, timers)
@@ -264,7 +265,7 @@ def test_the_record_of_a_step_says_what_its_batch_was_like_and_no_other():
     for step, portions in ((3, 2), (4, 1)):
         timers = Timers()
         for _ in range(portions):
-            rank0.next_portion(step, timers)
+            rank0.next_task(step, timers)
         rank0.end_step(step, {}, timers)
     third, fourth = events.of("step")
     assert (third["num_trajectories"], third["batch/portions"], third["num_tokens"]) == (4, 2, 16)
@@ -321,11 +322,11 @@ def test_a_run_goes_on_from_its_second_newest_checkpoint_after_a_release(tmp_pat
     with Producer(paths, "rollout-0", {}) as producer, sequencer() as first:
         for guid in range(6):
             producer.put([PromptGroup(guid, [row(guid, 0), row(guid, 1)])])
-        rank0 = Rank0(
+        rank0 = ActorRank0(
             settings, first, Reader(paths), FakePublisher(Journal()), [checkpoints], Events()
         )
         for step in range(1, 6):
-            rank0.next_portion(step, Timers())
+            rank0.next_task(step, Timers())
             trainer.step = step
             checkpoints.save(trainer, first.position)
             rank0.release()
@@ -351,7 +352,7 @@ class Both(Trainer):
         self.step += 1
         return {}
 
-    def named_weights(self):
+    def stream_weights(self):
         return iter([])
 
 
@@ -365,18 +366,18 @@ def test_ranks_that_wait_for_rank_0_hear_from_it_while_it_waits_for_rollout(tmp_
     )  # fmt: skip
     bus, secret, trainers = BusPaths(settings.run_dir / "bus"), RunSecret.new(), [Both(), Both()]
     layout.create(bus, ["rollout-0"], {})
-    monkeypatch.setattr(Rank0, "end_step", lambda *_: None)
+    monkeypatch.setattr(ActorRank0, "end_step", lambda *_: None)
 
     def rank(number):
         world = connect(
             "files", rank=number, size=2, rendezvous=tmp_path / "ranks", secret=secret, timeout_s=3
         )
-        reader, duties = Reader(bus), OtherRank(NobodyElse(Journal()))
+        reader, duties = Reader(bus), ActorOtherRank(NobodyElse(Journal()))
         if number == 0:
             sequencer = Sequencer(bus, prompts_per_step=1, position=None)
             publisher = FakePublisher(Journal(), DONE._replace(verified=None))
             publisher.wait_for_loads = lambda: False
-            duties = Rank0(
+            duties = ActorRank0(
                 settings, sequencer, reader, publisher, [], Events(),
                 tell_others=turns.Turns(world).tell,
             )  # fmt: skip
@@ -397,13 +398,11 @@ def test_of_what_an_engine_loads_by_itself_the_time_and_the_failure_are_noted():
     rank0, publisher, events = rank0_of(Journal())
 
     def loaded(name, reason, seconds, verified=None):
-        return SimpleNamespace(
-            version=4, member=SimpleNamespace(id=name), seconds=seconds, reason=reason,
-            phases=(), verified=verified,
-        )  # fmt: skip
+        member = SimpleNamespace(id=name)
+        return Loaded(member, 4, seconds, verified=verified, reason=reason)
 
-    digests = Verified("x", {"rollout-1": "x"}, True)
-    publisher.ended_loads = lambda: [
+    digests = DigestComparison("x", {"rollout-1": "x"}, True)
+    publisher.take_ended_loads = lambda: [
         loaded("rollout-0", "broken", {}),
         loaded("rollout-1", "", {"pause": 0.5, "load": 8.0}, digests),
     ]
@@ -425,12 +424,12 @@ def test_how_far_engines_are_is_noted_and_a_prompt_group_is_found_with_its_engin
     with Producer(bus, "rollout-0", {"engine": "sglang 1.2"}) as producer:
         producer.put([PromptGroup(0, [row(0, 0), row(0, 1)])])
     sequencer = Sequencer(bus, prompts_per_step=1, position=None)
-    rank0 = Rank0(settings, sequencer, Reader(bus), FakePublisher(Journal()), [], events)
-    rank0.next_portion(1, Timers())
+    rank0 = ActorRank0(settings, sequencer, Reader(bus), FakePublisher(Journal()), [], events)
+    rank0.next_task(1, Timers())
     assert rank0.place_of(0) == ("bus/p/rollout-0/f1/000000000000.h5", "sglang 1.2")
     sequencer.close()
     gap = SimpleNamespace(num_tokens=8, mean=0.25, max=0.5, k3=0.125)
-    rank0.compared(4, gap, 0.3)
+    rank0.note_gap(4, gap, 0.3)
     assert events.of("engine_gap") == [
         {
             "step": 5, "policy_version": 4, "num_tokens": 8, "mean": 0.25, "max": 0.5, "k3": 0.125,

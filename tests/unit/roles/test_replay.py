@@ -15,17 +15,18 @@ from typer.testing import CliRunner
 from relax_hpc.bus.plan import PlanPosition, read_chain
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
-from relax_hpc.checkpoints import saving
 from relax_hpc.cli.main import app
 from relax_hpc.errors import ConfigError
-from relax_hpc.paths import RunPaths
-from relax_hpc.roles.replay.duties import OtherRank, Rank0
-from relax_hpc.roles.replay.record import Replay
+from relax_hpc.roles.actor.replay import ReplayRank0
+from relax_hpc.roles.actor.role import Replay
+from relax_hpc.roles.training.duties import Duties
 from relax_hpc.runs import replay
 from relax_hpc.runs.replay import Compared, Number
 from relax_hpc.runs.resume import resume
-from relax_hpc.telemetry.events import EventWriter
-from relax_hpc.telemetry.timers import Timers
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import EventWriter
+from relax_hpc.runtime.telemetry.timers import Timers
+from relax_hpc.trainer.checkpoints import saving
 
 STEPS = 4
 JOB = config(rollout__samples_per_prompt=SIBLINGS, schedule__num_steps=STEPS)
@@ -138,14 +139,14 @@ def test_it_says_which_step_is_in_the_way_of_the_nearest_checkpoint(run):
 
 def test_a_step_that_was_not_trained_is_refused(run):
     with pytest.raises(ConfigError, match=r"--step 1: .* has trained no step; choose one of them"):
-        replay.recorded_step(run, 1)
+        replay.read_step(run, 1)
     with EventWriter(run.events("actor", 0), "actor", 0) as events:
         events.emit("step", step=1, loss=0.25)
         events.emit("step", step=2, loss=0.5)
         events.emit("step", step=2, loss=0.75)  # again, after a restart
-    assert replay.recorded_step(run, 2)["loss"] == 0.75
+    assert replay.read_step(run, 2)["loss"] == 0.75
     with pytest.raises(ConfigError, match="has trained 1 to 2"):
-        replay.recorded_step(run, 3)
+        replay.read_step(run, 3)
 
 
 def test_a_run_that_goes_on_is_refused_and_so_is_one_of_which_nobody_knows(tmp_path, monkeypatch):
@@ -161,10 +162,10 @@ def test_a_run_that_goes_on_is_refused_and_so_is_one_of_which_nobody_knows(tmp_p
 
 
 def test_only_how_and_where_it_is_computed_may_differ():
-    assert replay.changed(JOB, ["actor.layout.data_parallel=2"]).actor.layout.world_size == 2
+    assert replay.change(JOB, ["actor.layout.data_parallel=2"]).actor.layout.world_size == 2
     for wrong in ("actor.optimizer.lr=1", "seed=3", "schedule.num_steps=9", "actor.save_every=1"):
         with pytest.raises(ConfigError, match=f"--set {wrong}: a step is trained again with"):
-            replay.changed(JOB, [wrong])
+            replay.change(JOB, [wrong])
 
 
 def test_its_one_component_is_the_actors_ranks_whoever_else_is_in_the_job():
@@ -236,9 +237,9 @@ def test_ranks_are_dealt_what_was_planned_in_portions_and_nothing_is_published(r
                 portion=portion, last=portion == 1,
                 guids=record.guids[portion:portion + 1], parts=record.parts[portion:portion + 1],
             ))  # fmt: skip
-    duties, timers = Rank0(JOB, Reader(run.bus), halves, events), Timers()
+    duties, timers = ReplayRank0(JOB, Reader(run.bus), halves, events), Timers()
     for step in (3, 4):
-        dealt = [duties.next_portion(step, timers).record for _ in range(2)]
+        dealt = [duties.next_task(step, timers).record for _ in range(2)]
         assert [(each.step, each.portion, each.last) for each in dealt] == [
             (step, 0, False), (step, 1, True)
         ]  # fmt: skip
@@ -249,7 +250,7 @@ def test_ranks_are_dealt_what_was_planned_in_portions_and_nothing_is_published(r
     assert [each["step"] for each in described] == [3, 4]
     assert {each["num_trajectories"] for each in described} == {2 * SIBLINGS}
     assert {each["batch/portions"] for each in described} == {2}
-    assert OtherRank().next_portion(3, timers) is None
+    assert Duties().next_task(3, timers) is None
 
 
 def test_the_directory_of_each_replay_is_a_new_one_and_its_owners(run):

@@ -6,23 +6,23 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from episode_fakes import Board, answer, episodes
+from episode_fakes import Board, NoEnd, answer, episodes
 from role_fakes import Events, config
 
-from relax_hpc.bus import follower, layout, plan, staleness
+from relax_hpc.bus import layout, plan, staleness
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import Credit, CreditTail
 from relax_hpc.bus.plan import SkippedGroup, read_chain
 from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.data.source import Prompt
 from relax_hpc.errors import ConfigError, PeerTimeoutError
-from relax_hpc.paths import RunPaths
-from relax_hpc.prompts.source import Prompt
-from relax_hpc.roles.dealing.judging import judge_of, with_skipped
+from relax_hpc.roles.dealing.portions import judge_of, with_skipped
 from relax_hpc.roles.rollout import loop as rollout
-from relax_hpc.roles.rollout import retirement
+from relax_hpc.roles.rollout import skips
 from relax_hpc.roles.rollout.episodes import Grouper, seed_of
-from relax_hpc.roles.rollout.evaluation import Evaluator
 from relax_hpc.roles.rollout.folders import Folders
+from relax_hpc.roles.rollout.heldout import Evaluator
+from relax_hpc.runtime.paths import RunPaths
 
 ROWS, P, STEPS, LAG, SIBLINGS = 10, 4, 12, 1, 2
 SOLVED = range(4)
@@ -40,7 +40,7 @@ def settings(tmp_path, **more):
 class Epochs:
     """Rows in the order of the file, epoch after epoch."""
 
-    async def asked(self, guid):
+    async def fetch(self, guid):
         return Prompt(guid % ROWS, [7, guid % ROWS], str(guid % ROWS))
 
 
@@ -68,11 +68,12 @@ def score(response, sample):
 async def sample(made, paths, engines):
     """A life of the rollout task."""
     judged = episodes(made, engines, score)
-    group = Grouper(made, Epochs(), judged, retirement.retirement_of(made, paths))
+    group = Grouper(made, Epochs(), judged, skips.retirement_of(made, paths))
     evaluator = Evaluator(made, {"heldout": []}, judged, Events(), Board())
     with Folders.open(paths.bus, 0, 1, {}) as folders:
         credits = CreditTail(paths.bus)
-        await rollout.run(made, engines, group, evaluator, folders, credits, Events())
+        rest = Events(), NoEnd(), skips.TaskSkips(made, folders)
+        await rollout.run(made, engines, group, evaluator, folders, credits, *rest)
 
 
 async def train(made, paths, engines, checkpoint):
@@ -127,7 +128,7 @@ async def live(made, paths, engines, dice):
 def test_a_prompt_that_two_groups_solved_is_passed_over_from_then_on(tmp_path, monkeypatch, seed):
     """A span is of 8 guids: what is retired in 24 .. 31 follows from the guids below 16."""
     monkeypatch.setattr(staleness, "SPAN_BATCHES", 1)
-    monkeypatch.setattr(retirement, "LOOK_EVERY_S", 0.002)
+    monkeypatch.setattr(skips, "LOOK_EVERY_S", 0.002)
     monkeypatch.setattr(rollout, "POLL_S", 0.002)
     made = settings(tmp_path)
     paths, engines = RunPaths(made.run_dir), Engines()
@@ -151,7 +152,9 @@ def test_a_prompt_that_two_groups_solved_is_passed_over_from_then_on(tmp_path, m
     assert {group.reward for group in skipped.values() if group.retired} == {None}
     assert not [guid for guid in engines.asked if guid >= 3 * ROWS and guid % ROWS in SOLVED]
     counts = audit(paths.bus)
+    # U03: nothing was passed over of which the plan says nothing.
     assert (counts.planned, counts.planned_twice) == (P * STEPS * SIBLINGS, 0)
+    assert (counts.dropped, counts.duplicates) == (0, 0)
     assert counts.retired >= 4 * len(SOLVED) * SIBLINGS
     assert counts.skipped == counts.retired + 3 * len(SOLVED) * SIBLINGS
     # What nobody was asked for has no reward, and is no sample.
@@ -169,7 +172,7 @@ def test_groups_count_that_were_sampled_and_solved_and_lie_in_front():
     ]  # fmt: skip
 
     def retired(below, times):
-        solved = retirement.Solved(times)
+        solved = skips.Solved(times)
         solved.add(reversed(skipped))
         return {row for row in range(10) if solved.is_retired(row, below)}
 
@@ -195,10 +198,10 @@ class Plan:
 
 def judged_below(tmp_path, monkeypatch, *guids):
     """Decides by groups of 8; a look at the credits has the next of the guids, then the last."""
-    monkeypatch.setattr(retirement, "LOOK_EVERY_S", 0.002)
+    monkeypatch.setattr(skips, "LOOK_EVERY_S", 0.002)
     paths, left = RunPaths(tmp_path), [*guids]
     layout.create(paths.bus, ["rollout-0"], {})
-    made = retirement.Retirement(paths.bus, 1, 8)
+    made = skips.Retirement(paths.bus, 1, 8)
     judged = lambda: left.pop(0) if len(left) > 1 else left[0]  # noqa: E731
     made._credits = SimpleNamespace(latest=lambda: Credit(judged_guid_below=judged()))
     made._plan = Plan()
@@ -239,24 +242,25 @@ def test_an_earlier_group_does_not_wait_for_what_a_later_one_asked_first(tmp_pat
 def test_each_record_of_the_plan_is_read_once_however_long_the_run_is(tmp_path, monkeypatch):
     """A task that reads all of the plan for every span takes longer and longer, and more memory."""
     monkeypatch.setattr(staleness, "SPAN_BATCHES", 1)
-    monkeypatch.setattr(retirement, "LOOK_EVERY_S", 0.002)
+    monkeypatch.setattr(skips, "LOOK_EVERY_S", 0.002)
     monkeypatch.setattr(rollout, "POLL_S", 0.002)
-    read = []
-    monkeypatch.setattr(follower, "parse", lambda record: read.append(record) or plan.parse(record))
-    chains, read_whole = [], follower.read_chain
+    read, parse = [], plan.parse
+    monkeypatch.setattr(plan, "parse", lambda record: read.append(record) or parse(record))
+    chains, read_whole = [], plan.read_chain
 
     def read_chain_counted(*args, **kwargs):
         chains.append(kwargs)
         return read_whole(*args, **kwargs)
 
-    monkeypatch.setattr(follower, "read_chain", read_chain_counted)
+    monkeypatch.setattr(plan, "read_chain", read_chain_counted)
     made = settings(tmp_path)
     paths, engines = RunPaths(made.run_dir), Engines()
     layout.create(paths.bus, ["rollout-0"], {})
     asyncio.run(live(made, paths, engines, None))
+    num_read = len(read)
     records = [each.record._asdict() for each in read_chain(paths.bus).records]
     assert len(chains) == 1, "the plan is read as a whole only where a trainer begins"
-    assert len(records) / 2 < len(read) <= len(records)
+    assert len(records) / 2 < num_read <= len(records)
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,14 @@ from role_fakes import Events, Journal, config, row
 
 from relax_hpc.bus.credits import Credit, Owed
 from relax_hpc.bus.layout import Deal, Deals
-from relax_hpc.environments.record import Record
+from relax_hpc.data.source import Prompt
+from relax_hpc.environments.record import EpisodeRecord
 from relax_hpc.errors import EngineUnfitError, RelaxError
-from relax_hpc.prompts.source import Prompt
+from relax_hpc.inference.generation import Sampling
 from relax_hpc.roles.rollout import loop as loop_module
 from relax_hpc.roles.rollout.episodes import seed_of
 from relax_hpc.roles.rollout.folders import Folders
 from relax_hpc.roles.rollout.loop import publish
-from relax_hpc.sampling.how import How
 from relax_hpc.schema import MediaKind, Medium, PromptGroup
 
 STEPS = 3
@@ -30,7 +30,7 @@ STEPS = 3
 
 def owned_below(end, rank, size, committed, start):
     folder = SimpleNamespace(committed=committed)
-    guids = Folders(Deals([Deal(0, size)]), rank, {rank: folder}).owed(start=start)
+    guids = Folders(Deals([Deal(0, size)]), rank, {rank: folder}).list_owed(start=start)
     return list(itertools.takewhile(lambda guid: guid < end, guids))
 
 
@@ -135,7 +135,7 @@ def test_every_prompt_of_the_task_is_asked_for_with_the_settings_of_the_run():
         assert given == [7, 100 + guid]
         assert seed == seed_of(3, guid, number % 2)
         # batch guid // 4 + 1 wants policy guid // 4, and takes the one before
-        assert how == How(0.6, 256, 1 << 20, min_version=max(guid // 4 - 1, 0))
+        assert how == Sampling(0.6, 256, max_tokens=1 << 20, min_version=max(guid // 4 - 1, 0))
     assert sum(event["num_groups"] for event in events.of("shard")) == 6
     assert [e["when"] for e in events.of("eval")] == ["after"]  # not there from the start
 
@@ -196,7 +196,7 @@ def test_the_first_policy_and_the_last_are_evaluated_and_no_other():
     assert [e["when"] for e in events.of("eval")] == ["before", "after"]
     journal, events = run(version=3, credit=Credit(step=3, policy_version=3), count=6)
     assert [(e["when"], e["version"]) for e in events.of("eval")] == [("after", 3)]
-    assert journal[-1][1] == [9] and journal[-1][3] == How(0.0, 256, 1 << 20)
+    assert journal[-1][1] == [9] and journal[-1][3] == Sampling(0.0, 256, max_tokens=1 << 20)
 
 
 def test_a_start_that_finds_training_over_waits_for_the_last_policy_and_evaluates_it_once():
@@ -317,6 +317,19 @@ def test_groups_that_do_not_heed_their_end_hold_up_nobody_and_are_not_asked_for_
     assert asyncio.run(run()) == (deque([5, 7, 9]), [3])
 
 
+def test_a_group_that_is_finished_when_the_rest_is_broken_off_is_kept():
+    async def run():
+        owed, whole = deque([9]), asyncio.create_task(asyncio.sleep(0, "a group"))
+        await whole
+        running = {whole: 3, asyncio.create_task(asyncio.sleep(60)): 7}
+        await loop_module._break_off(running, owed)
+        return owed, running, whole
+
+    owed, running, whole = asyncio.run(run())
+    assert owed == deque([7, 9])
+    assert running == {whole: 3} and whole.result() == "a group"
+
+
 async def cancels_itself():
     asyncio.current_task().cancel()
     await asyncio.sleep(0)
@@ -335,7 +348,7 @@ def test_an_episode_that_ends_its_task_is_an_error_and_no_end_of_the_run(ends, s
     prompt = Prompt(0, [1], "", where="p.jsonl:7")
 
     async def run():
-        await made.run(prompt, [Record()], made.how(1.0), 0, [0])
+        await made.run(prompt, [EpisodeRecord()], made.how(1.0), 0, [0])
 
     with pytest.raises(RelaxError, match=rf"^p\.jsonl:7: an episode of the environment {said}$"):
         asyncio.run(run())
@@ -350,7 +363,7 @@ def test_what_engines_say_of_a_request_comes_with_its_prompt_and_of_what_kind_it
     environment = SimpleNamespace(rollout=asks)
     made = episode_fakes.episodes(config(), Sampler(0, Journal()), lambda *_: 1.0, environment)
     prompt = Prompt(0, [1], "", where="p.jsonl:7")
-    records = [Record(), Record()]
+    records = [EpisodeRecord(), EpisodeRecord()]
     with pytest.raises(EngineUnfitError, match=r"^p\.jsonl:7, group 31: http://x: HTTP 500: boom$"):
         asyncio.run(made.run(prompt, records, made.how(1.0), 31, [0, 1]))
 

@@ -9,20 +9,20 @@ import pytest
 from role_fakes import Events, Journal, config
 
 from relax_hpc.bus import layout
-from relax_hpc.engines.response import Draft
-from relax_hpc.environments.base import Outcome
-from relax_hpc.environments.record import Call, Record
+from relax_hpc.data.conversation import Conversation
+from relax_hpc.data.order import VERSION
+from relax_hpc.data.rows import TaskShare
+from relax_hpc.data.source import Prompt
+from relax_hpc.environments.environment import Outcome
+from relax_hpc.environments.record import Call, EpisodeRecord
 from relax_hpc.errors import EngineError, RelaxError
-from relax_hpc.paths import RunPaths
-from relax_hpc.prompts.conversation import Conversation
-from relax_hpc.prompts.order import VERSION
-from relax_hpc.prompts.source import Prompt
+from relax_hpc.inference.generation import Draft
 from relax_hpc.roles.context import TaskContext
-from relax_hpc.roles.engine import hosts
-from relax_hpc.roles.idle import Idle
+from relax_hpc.roles.engine import host
 from relax_hpc.roles.rollout import build as rollout_task
-from relax_hpc.roles.rollout import episodes, prompt_check, row_check
+from relax_hpc.roles.rollout import episodes, prompt_check, sampling, skips
 from relax_hpc.roles.rollout.prompt_check import Files
+from relax_hpc.runtime.paths import RunPaths
 
 
 class Tokenizer:
@@ -48,7 +48,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
         def __len__(self):
             return 8
 
-        async def asked(self, index):
+        async def fetch(self, index):
             return f"{self.path} {index}"
 
     class Sampler:
@@ -69,11 +69,11 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
         assert await scores(group, "7", said) == [0.0, 0.0, 0.0]
 
     monkeypatch.setattr(prompt_check, "PromptSource", Source)
-    monkeypatch.setattr(rollout_task, "client_of", Sampler)
+    monkeypatch.setattr(sampling, "client_of", Sampler)
     monkeypatch.setattr(rollout_task.rollout, "run", loop)
     architecture = SimpleNamespace(max_positions=20000, vocab_size=2**20)
     monkeypatch.setattr(prompt_check, "read_architecture", lambda path: architecture)
-    monkeypatch.setattr(rollout_task, "CreditTail", lambda paths, num_steps, every_s: "the credits")
+    monkeypatch.setattr(skips, "CreditTail", lambda paths, num_steps, every_s: "the credits")
     settings = config(
         engines__rollout__count=6, engines__rollout__engines_per_task=2,
         eval__heldout__num_prompts=5,
@@ -82,10 +82,10 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     own = ["rollout-1.0", "rollout-1.1"]
     sources = prompt_check.sources_of(settings, Files("train", {"heldout": "heldout"}), Tokenizer())
     paths, folders = RunPaths(tmp_path), SimpleNamespace()
-    ending = SimpleNamespace(is_near=lambda: False)
-    parts = own, sources, folders, Events(), ending, Idle(None)
-    share = row_check.Share(1, settings.rollout_pool.num_hosts)
-    asyncio.run(rollout_task._loop(settings, paths, share, *parts))
+    context = TaskContext("rollout", 1, 3, 0, attempt="7.0", start=1, node="n2")
+    share = TaskShare(1, settings.rollout_pool.num_hosts)
+    parts = context, share, own, sources, folders, Events()
+    asyncio.run(rollout_task._loop(settings, paths, *parts))
     each = {"settings": settings.prompts, "media": None, "vocab_size": 2**20}
     assert journal == [
         ("train", each | {"shuffle_seed": 5}),
@@ -93,7 +93,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
         ("sampler", own, 2),
     ]
     group, evaluator = given["group"], given["evaluator"]
-    assert asyncio.run(group._prompts.asked(1)) == "train 1"
+    assert asyncio.run(group._prompts.fetch(1)) == "train 1"
     # Of five; a task has every third.
     assert evaluator._shares == {"heldout": ["heldout 1", "heldout 4"]}
     assert (given["engines"], given["folders"]) == ("the sampler", folders)
@@ -104,9 +104,9 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
 
 async def scores(group, answer, said):
     """The job's reward for responses."""
-    prompt, played = Prompt(0, [1], answer), [episodes._played(Outcome())] * len(said)
-    records = [Record([Call([1], draft=Draft(tokens))]) for tokens in said]
-    made = await group._episodes._scored(prompt, records, played, {})
+    prompt, played = Prompt(0, [1], answer), [episodes._check_played(Outcome())] * len(said)
+    records = [EpisodeRecord([Call([1], draft=Draft(tokens))]) for tokens in said]
+    made = await group._episodes._score_episodes(prompt, records, played, {})
     return [episode.score.value for episode in made]
 
 
@@ -148,8 +148,8 @@ def test_a_rollout_task_ends_with_its_loop_or_with_an_engine_that_does_not_come_
 def test_a_loop_that_stands_still_is_told_of_once_in_a_while(
     blocks_s, is_told, monkeypatch, caplog
 ):
-    monkeypatch.setattr(hosts, "BEAT_S", 0.01)
-    monkeypatch.setattr(hosts, "_STILL_S", 0.15)
+    monkeypatch.setattr(host, "BEAT_S", 0.01)
+    monkeypatch.setattr(host, "_STILL_S", 0.15)
 
     async def loop():
         for _ in range(3):
@@ -196,20 +196,24 @@ def rolled_out(tmp_path, monkeypatch):
         made.update(task=task, size=size, provenance=provenance, **settings)
         yield "the folders"
 
-    async def loop(config, paths, share, own, sources, folders, events, ending, idle):
+    async def loop(config, paths, context, share, own, sources, folders, events):
         made.update(share=share, own=own, sources=sources)
 
-    def settle(config, paths, sources, share):
-        Host.journal.note("checked", sources, *share)
+    class Gate:
+        def __init__(self, config, paths, sources, share):
+            self.noted = "checked", sources, *share
+
+        def settle(self):
+            Host.journal.note(*self.noted)
 
     monkeypatch.setattr(Host, "journal", Journal())
     monkeypatch.setattr(rollout_task, "EngineHost", Host)
     monkeypatch.setattr(rollout_task.Folders, "open", opened)
     monkeypatch.setattr(rollout_task, "_loop", loop)
-    monkeypatch.setattr(rollout_task.tokenizers, "load", lambda path: f"tokenizer of {path}")
+    monkeypatch.setattr(prompt_check.tokenizers, "load", lambda path: f"tokenizer of {path}")
     monkeypatch.setattr(prompt_check, "open_files", lambda config: "the files")
     monkeypatch.setattr(prompt_check, "sources_of", lambda _, *files: files)
-    monkeypatch.setattr(row_check, "settle", settle)
+    monkeypatch.setattr(rollout_task, "RowGate", Gate)
     layout.create(RunPaths(tmp_path).bus, ["rollout-0"], {"order": VERSION})
 
     def run(rank, **settings):
@@ -239,9 +243,7 @@ def test_the_further_tasks_of_an_engine_run_their_part_of_it_and_are_no_producer
     rolled_out, monkeypatch
 ):
     served = []
-    monkeypatch.setattr(
-        rollout_task.engine_parts, "serve", lambda *args: served.append(args[0].slot)
-    )
+    monkeypatch.setattr(rollout_task, "serve_part", lambda *args: served.append(args[0].slot))
     made = rolled_out(
         3, engines__rollout__kind="sglang", engines__rollout__count=2,
         engines__rollout__nodes_per_engine=2,

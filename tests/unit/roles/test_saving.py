@@ -3,12 +3,11 @@
 import pytest
 from role_fakes import Events, Journal, config
 
-from relax_hpc.checkpoints import saving
-from relax_hpc.checkpoints.pending import Saved
-from relax_hpc.checkpoints.store import Checkpoint
-from relax_hpc.comm.world import SoloWorld
 from relax_hpc.errors import CheckpointError
-from relax_hpc.paths import RunPaths
+from relax_hpc.runtime.comm.world import SoloWorld
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.trainer.checkpoints import saving
+from relax_hpc.trainer.checkpoints.store import Checkpoint, Saved
 
 
 class Trainer:
@@ -17,7 +16,7 @@ class Trainer:
     def expect_saves(self):
         pass
 
-    def named_weights(self):
+    def stream_weights(self):
         return iter([("w", self.step)])
 
 

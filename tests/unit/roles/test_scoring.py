@@ -10,14 +10,17 @@ from role_fakes import Events, Journal, row
 
 from relax_hpc.bus.credits import Credit
 from relax_hpc.bus.durable import FULL_RETRY_S, BusFullError
-from relax_hpc.bus.plan import Part
-from relax_hpc.config.layout import Layout, MegatronConfig
+from relax_hpc.bus.plan import ShardRange
+from relax_hpc.config.model import Layout, MegatronConfig
 from relax_hpc.errors import DamagedError
-from relax_hpc.roles.actor.reference import Reference
-from relax_hpc.roles.dealing.sight import Sight
-from relax_hpc.roles.scorer import loop, rank0
-from relax_hpc.roles.scorer.loop import OtherRank, Round
-from relax_hpc.roles.scorer.rank0 import Rank0
+from relax_hpc.roles.actor.loop import Reference
+from relax_hpc.roles.dealing.sight import StepMedia
+from relax_hpc.roles.scorer import build as rank0
+from relax_hpc.roles.scorer import loop
+from relax_hpc.roles.scorer.build import ScorerRank0
+from relax_hpc.roles.scorer.loop import Round
+from relax_hpc.roles.training.duties import Duties
+from relax_hpc.runtime.telemetry.timers import Timers
 
 
 def pending(number, rows=2, tokens=10, damaged=False):
@@ -85,14 +88,14 @@ def rank0_of(journal, shards, *credits, data_parallel=1, budget=10):
     events = Events()
     writer = Writer(journal, shards)
     credits = Credits(*(credits or [None]))
-    return Rank0(config, COLUMN, writer, Reader(), credits, events), events
+    return ScorerRank0(config, COLUMN, writer, Reader(), credits, events), events
 
 
 def test_a_round_is_the_oldest_shards_that_fill_it_and_a_large_one_comes_alone():
     def chosen(*tokens, **settings):
         mine, _ = rank0_of(Journal(), [pending(n, 1, size) for n, size in enumerate(tokens)])
-        mine._config = MegatronConfig(tokens_per_micro_batch=10, layout=Layout(**settings))
-        return [part.seq for part in mine.next_round().parts]
+        mine._megatron = MegatronConfig(tokens_per_micro_batch=10, layout=Layout(**settings))
+        return [part.seq for part in mine.next_task(0, Timers()).parts]
 
     assert chosen(20, 20, 1) == [0, 1]  # four micro-batches of ten
     assert chosen(20, 21, 1) == [0]  # in their order: the third does not overtake
@@ -103,7 +106,7 @@ def test_a_round_is_the_oldest_shards_that_fill_it_and_a_large_one_comes_alone()
 def test_a_damaged_shard_is_passed_over_and_the_next_is_scored():
     journal = Journal()
     mine, _ = rank0_of(journal, [pending(0, damaged=True), pending(1)])
-    assert [part.uuid for part in mine.next_round().parts] == ["u1"]
+    assert [part.uuid for part in mine.next_task(0, Timers()).parts] == ["u1"]
     assert journal.of("skip") == [("skip", "u0")]
 
 
@@ -112,20 +115,20 @@ def test_rows_are_whole_shards_in_order_and_nothing_retired_is_asked_for():
     shards = [pending(3, rows=2, tokens=7), pending(4, rows=3, tokens=12)]
     credit = Credit(retired_guid_below=30)
     mine, _ = rank0_of(journal, shards, credit)
-    found = mine.next_round()
+    found = mine.next_task(0, Timers())
     assert journal.of("collect", "pending") == [("collect", 30), ("pending", 30)]
     assert found.parts == [
-        Part("rollout-0", 1, 3, "u3", 0, 2), Part("rollout-0", 1, 4, "u4", 0, 3),
+        ShardRange("rollout-0", 1, 3, "u3", 0, 2), ShardRange("rollout-0", 1, 4, "u4", 0, 3),
     ]  # fmt: skip
     [micro_batches] = found.micro_batches
     assert sorted(n for rows in micro_batches for n in rows) == [0, 1, 2, 3, 4]
-    assert mine.next_round().step == found.step + 1  # so that readers let go
+    assert mine.next_task(0, Timers()).step == found.step + 1  # so that readers let go
 
 
 def test_each_shard_gets_the_logprobs_of_its_own_rows_in_their_order():
     journal = Journal()
     mine, events = rank0_of(journal, [pending(3, rows=2, tokens=7), pending(4, rows=1, tokens=3)])
-    mine.next_round()
+    mine.next_task(0, Timers())
     mine.put([np.full(size, -value, np.float32) for size, value in ((3, 1), (4, 2), (3, 3))])
     assert journal.of("put") == [
         ("put", "u3", COLUMN, [-1, -1, -1, -2, -2, -2, -2]),
@@ -144,24 +147,24 @@ def test_what_finds_no_space_is_kept_and_nothing_new_is_scored_until_it_is_writt
     monkeypatch.setattr(rank0.time, "monotonic", lambda: clock.now)
     journal = Journal()
     mine, _ = rank0_of(journal, [pending(3, rows=1, tokens=3)])
-    mine.next_round()
+    mine.next_task(0, Timers())
     mine._writer.is_full = True
     mine.put([np.zeros(3, np.float32)])
     mine._writer.is_full = False
     ticks = iter([100.0] * 4 + [101.0] * 99)
     monkeypatch.setattr(rank0.time, "monotonic", lambda: next(ticks))
-    assert mine.next_round().parts == []  # the ranks hear that it waits
+    assert mine.next_task(0, Timers()).parts == []  # the ranks hear that it waits
     assert not journal.of("put")  # it is not tried at once again
     mine.put([])
     clock.now = 100.0 + FULL_RETRY_S
     monkeypatch.setattr(rank0.time, "monotonic", lambda: clock.now)
-    assert len(mine.next_round().parts) == 1  # there is more to score
+    assert len(mine.next_task(0, Timers()).parts) == 1  # there is more to score
     assert journal.of("put") == [("put", "u3", COLUMN, [0, 0, 0])]
 
 
 def test_when_training_is_over_nothing_more_is_scored():
     mine, _ = rank0_of(Journal(), [pending(0)], Credit(step=5, finished=True))
-    assert mine.next_round() is None
+    assert mine.next_task(0, Timers()) is None
 
 
 class Rank1:
@@ -213,7 +216,7 @@ def test_a_rank_scores_its_share_and_the_one_that_read_it_gives_it_back(reads):
             return scored
 
     world = Rank1([found, None], Replica(0 if reads else 1, rows))
-    loop.run(world, Scorer(), Rows(), OtherRank(), Sight(Rows(), None))
+    loop.run(world, Scorer(), Rows(), Duties(), StepMedia(Rows(), None))
     assert journal == ([([0, 3], [])] if reads else [])
     assert world.given == [dict(zip([0, 3], scored, strict=True)) if reads else {}]
 
@@ -237,15 +240,15 @@ def test_rank_0_gets_all_rows_in_their_order():
     class Deals:
         rounds = [Round(1, [], [[[3, 0]], [[1, 2]]]), None]  # noqa: RUF012
 
-        def next_round(self):
+        def next_task(self, step, timers):
             return self.rounds.pop(0)
 
-        def put(self, scored):
+        def put(self, scored, *, version=-1):
             got.append(scored)
 
     scorer = SimpleNamespace(dp_rank=0, forward_logprobs=lambda rows, micro_batches: [a, d])
     reader = SimpleNamespace(rows=lambda record, rows, columns: [row(n) for n in rows])
-    loop.run(World(), scorer, reader, Deals(), Sight(reader, None))
+    loop.run(World(), scorer, reader, Deals(), StepMedia(reader, None))
     assert got == [[a, "b", "c", d]]
 
 
@@ -256,7 +259,7 @@ def test_every_trajectory_is_filled_with_its_own_logprobs_and_a_renewal_is_noted
         def keep(self, name, folder=None, *, lasting=False):
             journal.note("keep", name, folder, lasting)
 
-        def kept_logprobs(self, name, trajectories, micro_batches):
+        def forward_kept_logprobs(self, name, trajectories, micro_batches):
             journal.note("logprobs", name, micro_batches)
             return [-each.token_ids for each in trajectories]
 

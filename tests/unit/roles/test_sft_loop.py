@@ -8,14 +8,14 @@ import pytest
 import torch
 from role_fakes import Journal, row
 
-from relax_hpc.algorithms.sft import cross_entropy
-from relax_hpc.comm.world import SoloWorld
-from relax_hpc.config.sft import SftRunConfig
+from relax_hpc.algorithms.composition import cross_entropy
+from relax_hpc.config.run import SftRunConfig
+from relax_hpc.data.documents import Document
 from relax_hpc.errors import TrainingError
-from relax_hpc.prompts.documents import Document
 from relax_hpc.roles.sft import loop as sft
-from relax_hpc.roles.sft.loop import HeldoutLoss, Share, heldout_loss
-from relax_hpc.roles.sft.rank0 import deal
+from relax_hpc.roles.sft.build import deal
+from relax_hpc.roles.sft.loop import HeldoutLoss, RankBatch, heldout_loss
+from relax_hpc.runtime.comm.world import SoloWorld
 
 
 def config(data_parallel=1, **settings):
@@ -47,7 +47,7 @@ class Trainer:
         self.journal.note("forward", self.step, [t.guid for t in trajectories], micro_batches)
         return [np.full(len(t.token_ids), -0.5, np.float32) for t in trajectories]
 
-    def named_weights(self):
+    def stream_weights(self):
         self.journal.note("gather", self.step)
         yield "w", self.step
         self.journal.note("gathered")
@@ -59,14 +59,18 @@ class Rank0:
     def __init__(self, journal, heldout=True):
         self.journal, self.has_heldout, self.step = journal, heldout, 0
 
-    def next_batch(self):
+    def next_task(self, step, timers):
         self.step += 1
-        return [Share([row(10 * rank + self.step)], [[0]]) for rank in range(2)]
+        return [RankBatch([row(10 * rank + self.step)], [[0]]) for rank in range(2)]
 
     def heldout(self):
-        return [Share([row(77)], [[0]]), Share([], [[]])] if self.has_heldout else [Share([], [])]
+        return (
+            [RankBatch([row(77)], [[0]]), RankBatch([], [[]])]
+            if self.has_heldout
+            else [RankBatch([], [])]
+        )
 
-    def measured(self, step, heldout):
+    def note_heldout(self, step, heldout):
         self.journal.note("measured", step, heldout)
 
     def export(self, tensors):
@@ -75,7 +79,7 @@ class Rank0:
     def end_step(self, step, fields, timers):
         self.journal.note("end_step", step, fields | timers.seconds)
 
-    def skipped(self, step, skip):
+    def note_skipped(self, step, skip):
         self.journal.note("skipped", step)
 
 
@@ -147,7 +151,7 @@ class Rank1:
     def bcast(self, value):
         assert value is None
         self.calls += 1
-        return self.rank0.heldout() if self.calls == 1 else self.rank0.next_batch()
+        return self.rank0.heldout() if self.calls == 1 else self.rank0.next_task(1, None)
 
     def allgather(self, value):
         assert value == {}  # it holds none of them
@@ -159,7 +163,8 @@ def test_a_rank_besides_rank_0_trains_its_share_measures_with_the_others_and_gat
     trainer = Trainer(journal)
     trainer.dp_rank = 1
     sft.run(
-        config(data_parallel=2, heldout_every=0), Rank1(Rank0(journal)), trainer, sft.OtherRank(),
+        config(data_parallel=2, heldout_every=0), Rank1(Rank0(journal)), trainer,
+        sft.SftDuties(),
         lambda: journal.note("save"), lambda: None,
     )  # fmt: skip
     assert [entry[1] for entry in journal.of("accumulate")] == [[11], [12], [13]]
@@ -183,7 +188,7 @@ def test_the_held_out_loss_is_of_trained_tokens_and_counts_a_document_of_two_ran
             assert mine == {3: (3.0, 2), 4: (4.0, 1)}
             return [mine, mine, {8: (2.0, 2)}]  # a replica has two ranks
 
-    measured = heldout_loss(World(), Scorer(), Share(rows, [[1], [0]]))
+    measured = heldout_loss(World(), Scorer(), RankBatch(rows, [[1], [0]]))
     assert measured == HeldoutLoss(math.fsum([3, 4, 2]) / 5, 5)
 
 

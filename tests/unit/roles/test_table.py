@@ -4,20 +4,21 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from role_fakes import config
 
 from relax_hpc import schema
+from relax_hpc.config.job_file import validate
 from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.job_file import validate
 from relax_hpc.launch import preflight, profiles, script
 from relax_hpc.launch.placement import Component, place
 from relax_hpc.roles import table
 from relax_hpc.roles.role import Place, Role
+from relax_hpc.runtime.telemetry.event_table import EVENTS
 from relax_hpc.sections import Resources
-from relax_hpc.telemetry.event_table import EVENTS
 
 PACKAGE = Path(__file__).parents[3] / "relax_hpc"
 SFT = {
@@ -111,13 +112,15 @@ def test_nodes_beyond_its_own_are_for_a_row_that_is_scalable(add):
 
 
 def test_preflight_asks_every_row_and_goes_on_with_what_it_returns(monkeypatch):
-    for name in ("check_model", "check_weights", "check_first_weights"):
-        monkeypatch.setattr(preflight, name, lambda *_: "shape")
+    facts = SimpleNamespace(shape="shape", check_weights=lambda _: None)
+    monkeypatch.setattr(preflight, "Facts", lambda _: facts)
+    for name in ("check_model", "check_first_weights"):
+        monkeypatch.setattr(preflight, name, lambda *_: None)
     asked = []
 
     def check(name):
-        def note(given, shape, _say):
-            asked.append((name, given, shape))
+        def note(given, facts, _say):
+            asked.append((name, given, facts.shape))
             return after[name]
 
         return note
@@ -154,16 +157,15 @@ NAMES = {role.name for role in table.ROLES} | set(table.joining())
 MAY = {
     "algorithms/part.py": "policies that logprobs are of",
     "schema.py": "COLUMNS names who writes a column",
-    "telemetry/event_table.py": "EVENTS names who notes an event; held to the table above",
-    "telemetry/progress.py": "the actor's phase of that name, in the order of a step",
-    "telemetry/starts.py": "an event of that name; of several rollout tasks one is shown",
-    "telemetry/timeline_plot.py": "the colour of a phase of that name",
+    "runtime/telemetry/event_table.py": "EVENTS names who notes an event; held to the table above",
+    "runtime/telemetry/progress.py": "the actor's phase of that name, in the order of a step",
+    "runtime/telemetry/timeline.py": "an event of that name; of several tasks one is shown; "
+    "the colour of a phase of that name",
     "runs/report.py": "the head of a line, of the trajectories that the reference has scored",
-    "job_file.py": "the section [sft] says which kind of job it is",
+    "config/job_file.py": "the section [sft] says which kind of job it is",
     "launch/evaluate.py": "tables of a job",
-    "preparation/site.py": "tables of a site profile",
-    "preparation/starting.py": "the section [sft] says which kind of job it is",
-    "scale/listing.py": "heads of a table of engines",
+    "cli/init.py": "tables of a site profile; the section [sft] says which kind a job is",
+    "runs/scale/requests.py": "heads of a table of engines",
 }
 """Files that may compare with a role's name or list one, and why."""
 
@@ -196,7 +198,7 @@ def decisions(tree):
 def test_nothing_else_decides_by_the_name_of_a_role():
     files = {path: path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
     looked = {path: name for path, name in files.items()
-              if not name.startswith(("roles/", "config/", "bench/", "demo/"))}  # fmt: skip
+              if not name.startswith(("roles/", "config/", "cli/bench/", "cli/demo/"))}  # fmt: skip
     found = {
         name: lines
         for path, name in looked.items()

@@ -3,18 +3,17 @@
 import pytest
 import torch
 
-from relax_hpc import storage
-from relax_hpc.comm.bucket import BucketPlan, Spec
-from relax_hpc.comm.world import SoloWorld
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import FencedError
-from relax_hpc.fleet import members
-from relax_hpc.fleet.members import Member
-from relax_hpc.paths import RunPaths
-from relax_hpc.weights.leave import SnapshotPublisher
-from relax_hpc.weights.newest import Newest
-from relax_hpc.weights.ranks import TrainerRanks
+from relax_hpc.inference import members
+from relax_hpc.inference.members import Member
+from relax_hpc.runtime.comm.bucket import BucketPlan, Spec
+from relax_hpc.runtime.comm.world import SoloWorld
+from relax_hpc.runtime.files import storage
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.weights.pull_snapshot import Newest, SnapshotPublisher
 from relax_hpc.weights.snapshot import SnapshotWriter
+from relax_hpc.weights.transport import TrainerRanks
 
 SPECS = [Spec("w", torch.float32, ())]
 

@@ -7,17 +7,16 @@ from types import SimpleNamespace
 import pytest
 from role_fakes import Events, config
 
-from relax_hpc.comm.world import connect
-from relax_hpc.fleet import members
-from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.register import Register
-from relax_hpc.paths import RunPaths
-from relax_hpc.roles import turns
-from relax_hpc.roles.actor import last_policy
+from relax_hpc.inference import members
+from relax_hpc.inference.members import EngineRegistry, Member
+from relax_hpc.roles.actor import loop, rank0
 from relax_hpc.roles.actor.lease import SharedGpus
-from relax_hpc.roles.rollout.heldout import Board, Due
-from relax_hpc.run_secret import RunSecret
-from relax_hpc.weights.sleep import Sleep
+from relax_hpc.roles.rollout.heldout import Due, ScoreBoard
+from relax_hpc.roles.training import duties as turns
+from relax_hpc.runtime.comm.world import connect
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.weights.same_gpu import Sleep
 
 SILENCE_S, WAIT_S = 2.0, 3.0
 """The time that ranks wait for each other, and what rank 0 waits for others."""
@@ -70,7 +69,7 @@ def test_engines_that_start_or_fall_asleep_on_shared_gpus_are_waited_for_by_all_
     def lease(world):
         sleep = None
         if world.rank == 0:
-            register = Register(paths, lambda: ["rollout-0"], lambda _: slow)
+            register = EngineRegistry(paths, lambda: ["rollout-0"], lambda _: slow)
             sleep = Sleep(register, "17.0", timeout_s=60, start_timeout_s=60)
         SharedGpus(world, sleep, Events()).close()
         return time.monotonic()
@@ -83,9 +82,9 @@ def test_engines_that_start_or_fall_asleep_on_shared_gpus_are_waited_for_by_all_
 
 
 def test_the_evaluation_of_the_last_policy_is_waited_for_by_all_ranks(ranks, tmp_path, monkeypatch):
-    monkeypatch.setattr(last_policy, "LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr(rank0, "LAST_LOOK_EVERY_S", 0.2)
     paths, settings = RunPaths(tmp_path), config(engines__rollout__count=1)
-    board, due = Board(paths, 0, 1), Due("heldout", "after", config().schedule.num_steps)
+    board, due = ScoreBoard(paths, 0, 1), Due("heldout", "after", config().schedule.num_steps)
     board.begin(due)
     until = time.monotonic() + WAIT_S
     newcomers = SimpleNamespace(has_newcomers=lambda: False)
@@ -94,9 +93,9 @@ def test_the_evaluation_of_the_last_policy_is_waited_for_by_all_ranks(ranks, tmp
         last = None
         if world.rank == 0:
             tell = turns.Turns(world).tell
-            last = last_policy.LastPolicy(settings, paths, newcomers, tell)
+            last = rank0.LastPolicy(settings, paths, newcomers, tell)
             last._look = lambda: time.monotonic() < until
-        last_policy.serve(world, None, None, last)
+        loop.serve(world, None, None, last and last.wait_for_wanted)
         return time.monotonic()
 
     assert min(ranks(serve)) >= until

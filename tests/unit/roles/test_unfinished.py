@@ -15,16 +15,17 @@ from relax_hpc.bus.durable import Space
 from relax_hpc.bus.log import RecordKind, read_log
 from relax_hpc.bus.shards.encode import from_columns
 from relax_hpc.bus.shards.shard import Shard
-from relax_hpc.environments.base import Outcome
+from relax_hpc.data.source import Prompt
+from relax_hpc.environments.environment import Outcome
 from relax_hpc.environments.record import record_of, sequences
 from relax_hpc.errors import ConfigError
-from relax_hpc.paths import RunPaths
-from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.ending import Ending
 from relax_hpc.roles.rollout import loop
 from relax_hpc.roles.rollout.episodes import Grouper
-from relax_hpc.roles.rollout.folders import Folders
-from relax_hpc.roles.rollout.unfinished import MODEL, AnnouncedEnd, Unfinished, digests_of
+from relax_hpc.roles.rollout.folders import MODEL, Folders, digests_of
+from relax_hpc.roles.rollout.skips import TaskSkips
+from relax_hpc.roles.rollout.unfinished import AnnouncedEnd, Unfinished
+from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.schema import FinishReason
 
 WHOLE = [11, 12, 13, 14, 15, 16]
@@ -72,7 +73,7 @@ class Conversation(episode_fakes.Numbers):
     def following(self, where, asked, known, sampled, tools, template_args):
         return "and then?"
 
-    def plain(self, text):
+    def tokens(self, text):
         assert text == "and then?"
         return [77, 78]
 
@@ -122,7 +123,7 @@ def task(run, engine, *, environment=None, ends=None, **further):
         ending = Ending(run, "7.0", run.keeps("7.0", 0))
         whole = loop.run(
             made, engine, group, evaluator, folders, Credits(folders, 2), events,
-            AnnouncedEnd(ending, unfinished),
+            AnnouncedEnd(ending, unfinished), TaskSkips(made, folders),
         )  # fmt: skip
         asyncio.run(asyncio.wait_for(_until(whole, ends, run), 30))
         rows = {guid: found.trajectories for guid, found in folders.partial.items()}

@@ -1,1 +1,0 @@
-"""Models that SGLang loads by its own hook in place of its own: it imports each module here."""

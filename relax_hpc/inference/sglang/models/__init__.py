@@ -1,0 +1,1 @@
+"""Models that replace SGLang's own, by its hook: SGLang imports each module here."""

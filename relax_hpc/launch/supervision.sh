@@ -1,0 +1,263 @@
+# Bash 5.2 forgets some of the children that end while a trap runs: `wait` for one of them says -1,
+# or waits for ever. So it is asked once the child is gone; until then time passes by reading from a
+# pipe that has nothing in it, without a process for that.
+exec {nothing}<> <(:)
+nap() { read -rt 0.2 -u "$nothing"; }
+await_end() { while kill -0 "$1" 2>/dev/null; do nap; done; } # await_end CHILD
+join() { # join CHILD: sets `status`
+  await_end "$1"
+  wait "$1"; status=$?
+  [ "$status" -ge 0 ] || status=1
+}
+
+# hosts GROUP FIRST COUNT: prints nodes of a component. Steps are placed by name: of several that
+# begin at the same time Slurm 24.11 puts some elsewhere than where `--relative` says.
+hosts() {
+  local IFS=, held="SLURM_JOB_NODELIST_HET_GROUP_$1" names
+  mapfile -t names < <(scontrol show hostnames "${!held:-$SLURM_JOB_NODELIST}")
+  echo "${names[*]:$2:$3}"
+}
+
+# Tasks that know nothing of the others of their component have a step of their own: `ranks` are
+# those of this one; unset, all of them.
+# left_by KIND FOLDER: sets `marks` to the names of the marks that these leave there.
+left_by() {
+  local rank
+  marks=()
+  for rank in "${ranks[@]}"; do marks+=("$2/${job_id}_${rank}_$1"); done
+  [ -n "${ranks[*]}" ] || marks=("$2/$job_id"_*_"$1")
+}
+
+# srun has been seen to say 0 after a node failed; a task that has returned leaves a mark.
+all_done() { # all_done TASKS FOLDER...
+  local count=0 tasks=$1 folder mark marks
+  shift
+  for folder in "$@"; do
+    left_by done "$folder"
+    for mark in "${marks[@]}"; do
+      [ ! -e "$mark" ] || count=$((count + 1))
+    done
+  done
+  [ "$count" -ge "$tasks" ]
+}
+
+# srun with mpi=pmix over several components (Slurm 22.05) now and then waits for ever for one of
+# its own threads when its step has ended, and does not hear TERM.
+# end_deaf SRUN FILE: kills that process once Slurm no longer knows the step that FILE names, and
+# its first task, whose process FILE names, is gone: Slurm may have forgotten a step that goes on.
+end_deaf() {
+  local gone=0 steps its_id its_task
+  while sleep "$look_every_s"; do
+    read -r its_id its_task 2>/dev/null < "$2" || continue
+    steps=$(squeue --noheader --steps --jobs="$job_id" --format=%i) || continue
+    if grep -qxF "$its_id" <<< "$steps" || kill -0 "$its_task" 2>/dev/null; then
+      gone=0
+      continue
+    fi
+    gone=$((gone + 1))
+    [ "$gone" -ge 2 ] || continue
+    echo "$(date +%FT%T) step $its_id has ended, its srun has not: killing srun"
+    kill -KILL "$1"
+    return
+  done
+}
+
+# A task leaves a mark if it ended with an error that a restart does not cure.
+is_final() { # is_final FOLDER...
+  local folder mark marks
+  for folder in "$@"; do
+    left_by final "$folder"
+    for mark in "${marks[@]}"; do [ ! -e "$mark" ] || return 0; done
+  done
+  return 1
+}
+
+# setup_failed NAME CODE COMMAND: ends the run, since a command before the step failed.
+setup_failed() {
+  trap '' TERM
+  echo "$(date +%FT%T) $1: setup ended with exit code $2: $3"
+  tell setup --words "$1: setup ended with exit code $2: $3"
+  kill -USR1 "$$"
+  exit 1
+}
+
+# tell WHAT OPTION...: leaves the verdict in the run directory, see relax_hpc/runs/verdict.py; a
+# verdict that storage does not take soon is left out.
+tell() {
+  local what=$1
+  shift
+  [ -z "${verdict[*]}" ] || timeout 30 "${verdict[@]}" --job-id "$job_id" --what "$what" "$@" ||
+    echo "$(date +%FT%T) the verdict "$what" could not be written"
+}
+
+# Seconds before the next start: the more, the more often it failed.
+delay() { # delay FAILURES
+  local place=$(($1 - 1)) last=$((${#restart_delays_s[@]} - 1))
+  echo "${restart_delays_s[place < last ? place : last]}"
+}
+
+# Waits before the next start, but not when told to end.
+pause() { # pause FAILURES
+  sleep "$(delay "$1")" &
+  local sleeper=$!
+  while [ -z "$stopping" ] && kill -0 "$sleeper" 2>/dev/null; do nap; done
+  kill "$sleeper" 2>/dev/null
+}
+
+# A start that the controller refused says nothing of the step, nor does one that ended while it was
+# away: such a failure is not counted, and nothing is started before there is an answer again.
+# await_controller NAME: returns 1 if there was one at once; else 0 once there is, or when told to
+# end.
+await_controller() {
+  "${ask_controller[@]}" > /dev/null 2>&1 && return 1
+  echo "$(date +%FT%T) $1: the controller does not answer; waiting for it"
+  tell waiting "${failed_as[@]}"
+  local tries=1
+  until "${ask_controller[@]}" > /dev/null 2>&1; do
+    pause "$tries"
+    [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || return 0
+    tries=$((tries + 1))
+  done
+  echo "$(date +%FT%T) $1: the controller answers again"
+}
+
+# Slurm gives a component no step any more that was cancelled, though the others go on.
+# part_over COMMAND...: prints the component's part of the job and Slurm's word for it, if it has
+# ended.
+part_over() {
+  local said word
+  said=$(squeue --noheader --jobs="$job_id" --states=all --format='%i %T' 2>/dev/null) || return 1
+  for word in "$@"; do
+    case $word in --het-group=*)
+      grep -xE "$job_id\+${word#*=} (CANCELLED|COMPLETED|FAILED|TIMEOUT|NODE_FAIL)" <<< "$said" &&
+        return 0 ;;
+    esac
+  done
+  return 1
+}
+
+# Who kills srun and the helper that it has leaves the step running, which keeps nodes, and engines.
+# end_left COMMAND...: ends the step of that name that is there still.
+end_left() {
+  local word job=$job_id name='' id its_name
+  for word in "$@"; do
+    case $word in
+      --het-group=*) job=SLURM_JOB_ID_HET_GROUP_${word#*=}; job=${!job} ;;
+      --job-name=*) name=${word#*=}; break ;; # of several components the first one's
+    esac
+  done
+  [ -n "$name" ] || return 0
+  while read -r id its_name; do
+    [ "$its_name" = "$name" ] || continue
+    echo "$(date +%FT%T) $name: ending step $id"
+    scancel -Q "$id"
+  done < <(squeue --noheader --steps --jobs="$job" --format='%i %j')
+}
+
+# Counts a failure: adds it to `failures`, and leaves those that are older than the window out.
+count_failure() {
+  local recent=("$SECONDS") each
+  for each in "${failures[@]}"; do
+    [ "$((SECONDS - each))" -ge "$restart_window_s" ] || recent+=("$each")
+  done
+  failures=("${recent[@]}")
+}
+
+# supervise NAME TASKS FOLDER... -- COMMAND...: runs the step of a component, or of several, and
+# again when it fails. @start@ in the command becomes the number of the start.
+supervise() {
+  local name=$1 tasks=$2 folders=() folder start=1 step='' status stopping='' watch=''
+  local failures=() failed_as=() began often telling part marks
+  shift 2
+  while [ "$1" != -- ]; do folders+=("$1"); shift; done
+  shift
+  trap 'stopping=1; [ -z "$step" ] || kill "$step" 2>/dev/null' TERM
+  local its_step="${folders[0]}/${job_id}_step"
+  for folder in "${folders[@]}"; do # of another attempt
+    left_by final "$folder"
+    rm -f "${marks[@]}"
+  done
+  while true; do
+    rm -f "$its_step"
+    began=$(date +%s)
+    "${_theirs[@]}" "${@//@start@/$start}" &
+    step=$!
+    [ -z "$stopping" ] || kill "$step" 2>/dev/null # told to end when `step` was not known yet
+    if [ "${#folders[@]}" -gt 1 ]; then end_deaf "$step" "$its_step" & watch=$!; fi
+    join "$step"
+    [ -z "$watch" ] || kill "$watch" 2>/dev/null
+    case $status in # 137: killed, maybe by end_deaf
+      0) all_done "$tasks" "${folders[@]}" || status=1 ;;
+      137) ! all_done "$tasks" "${folders[@]}" || status=0 ;;
+    esac
+    failed_as=(--component "$name" --start "$start" --code "$status" --since "$began")
+    failed_as+=(--max-restarts "$max_restarts" --window "$restart_window_s")
+    [ -z "${ranks[*]}" ] || failed_as+=(--ranks "${ranks[@]}")
+    echo "$(date +%FT%T) $name: start $start ended with exit code $status"
+    [ "$status" -ne 0 ] || exit 0
+    [ -z "$stopping" ] || exit "$status"
+    if is_final "${folders[@]}"; then
+      echo "$(date +%FT%T) $name: would fail again in the same way, giving up"
+      tell ended "${failed_as[@]}"
+      kill -USR1 "$$"
+      exit "$status"
+    fi
+    if part=$(part_over "$@"); then
+      echo "$(date +%FT%T) $name: its part of the job has ended ($part), giving up"
+      tell ended --words "$name: Slurm has ended its part of the job ($part); resume the run"
+      kill -USR1 "$$"
+      exit "$status"
+    fi
+    if await_controller "$name"; then
+      failed_as+=(--failures 0)
+    else
+      count_failure
+      failed_as+=(--failures "${#failures[@]}")
+      if [ "${#failures[@]}" -gt "$max_restarts" ]; then
+        echo "$(date +%FT%T) $name: failed ${#failures[@]} times within $restart_window_s s,"           "giving up"
+        tell ended "${failed_as[@]}"
+        kill -USR1 "$$"
+        exit "$status"
+      fi
+    fi
+    [ -z "$stopping" ] || exit "$status"
+    [ "$status" -le 128 ] || end_left "$@"
+    start=$((start + 1))
+    # A rank that had finished takes part again: a slow one must not find all marks there.
+    for folder in "${folders[@]}"; do
+      left_by done "$folder"
+      rm -f "${marks[@]}"
+    done
+    often=$((${#failures[@]} > 0 ? ${#failures[@]} : 1))
+    tell restarted "${failed_as[@]}" --next "$(delay "$often")" & telling=$!
+    pause "$often"
+    await_end "$telling"
+    [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || exit "$status"
+  done
+}
+
+# serve NAME COMMAND...: runs beside the components until it is told to end, and again when it
+# fails.
+serve() {
+  local name=$1 child='' starts=0 status stopping='' failures=()
+  shift
+  trap 'stopping=1; [ -z "$child" ] || kill "$child" 2>/dev/null' TERM
+  while true; do
+    "$@" &
+    child=$! starts=$((starts + 1))
+    [ -z "$stopping" ] || kill "$child" 2>/dev/null
+    join "$child"
+    [ -z "$stopping" ] && [ "$status" -ne 0 ] && kill -0 "$$" 2>/dev/null || return 0
+    echo "$(date +%FT%T) $name: start $starts ended with exit code $status"
+    count_failure
+    [ "${#failures[@]}" -le "$max_restarts" ] || return 1
+    pause "${#failures[@]}"
+    [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || return 0
+  done
+}
+
+ranks=() stopping='' components=() names=() server='' boards=()
+end_all() { [ -z "${components[*]}$server" ] || kill "${components[@]}" $server 2>/dev/null; }
+trap 'failed=1; end_all' USR1
+trap 'stopping=1; end_all' TERM INT HUP
+failed=''
