@@ -484,12 +484,15 @@ class PlanTail:
         self._check(chain)
         if chain.base.records > self._num_given:  # some are summed up that were not given
             chain = read_chain(self._paths, below=fence + 1)
-        in_front = chain.base.fence == fence
+            if not self._is_newest():
+                return False  # a newer trainer may cut off what was read
         self.close()
         self._log = GrowingFile(self._paths.plan_log(fence))
-        self.fence, self._end = fence, chain.base.end if in_front else 0
+        self.fence, self._end = fence, chain.base.end if chain.base.fence == fence else 0
         self._num_read = chain.base.records
-        self._count([each.record for each in chain.records if each.fence != fence])
+        self._count([each.record for each in chain.records])
+        if chain.records and chain.records[-1].fence == fence:
+            self._end = chain.records[-1].end
         return True
 
     def _is_newest(self) -> bool:
