@@ -7,7 +7,6 @@ from functools import cache
 import numpy as np
 import torch
 
-LOGPROBS = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs")
 GARBAGE = (float("nan"), float("inf"), -float("inf"))
 
 

@@ -19,7 +19,6 @@ from batches import (
 from relax_hpc.algorithms.algorithm import algorithm_of
 from relax_hpc.algorithms.composition import objective_of
 from relax_hpc.algorithms.distill import Distill
-from relax_hpc.algorithms.presets import PRESETS
 
 PLAIN = {"loss": {"name": "policy_gradient"}}
 
@@ -137,17 +136,3 @@ def test_rewards_are_whitened_without_the_teacher():
     for batch, mine, plain in zip(batches, columns(True), columns(False), strict=True):
         gap = (batch.columns["ref_logprobs"] - batch.columns["rollout_logprobs"]) * batch.mask
         np.testing.assert_allclose(mine, plain + gap, atol=1e-9)
-
-
-def test_the_preset_teaches_without_rewards_and_every_row_of_any_group():
-    algorithm = algorithm_of(preset="distill")
-    assert (algorithm.needs.min_siblings, algorithm.needs.scope) == (1, "row")
-    assert algorithm.teaches_without_advantage and not algorithm.needs.prepass
-    others = [name for name in PRESETS if "ragged/teacher_logprobs" in columns_of(name)]
-    assert others == ["distill"]
-    mixed = algorithm_of(preset="async", distill={"coefficient": 0.5})
-    assert (mixed.distill.name, mixed.distill.coefficient) == ("advantage", 0.5)
-
-
-def columns_of(preset):
-    return algorithm_of(preset=preset).needs.columns

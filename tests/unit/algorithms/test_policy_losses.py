@@ -1,10 +1,9 @@
-"""Losses: by hand, against a second formulation, by finite differences, under masks and splits."""
+"""Losses: by hand, by finite differences, under masks and splits."""
 
 import math
 from functools import partial
 
 import numpy as np
-import padded as second
 import pytest
 import torch
 from batches import alone, on_ranks, pack, padded, random_batch, slopes, tokens_of
@@ -74,18 +73,6 @@ def share_of(loss, batch, rows, total):
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=NAMES)
-def test_it_equals_a_second_formulation_on_200_batches(loss):
-    for seed in range(200):
-        batch = random_batch(seed)
-        columns = {name: values.tolist() for name, values in batch.columns.items()}
-        columns["anchor"] = columns[f"{loss.anchor}_logprobs"]
-        expected = second.LOSSES[loss.name](loss, batch.mask.tolist(), columns)
-        (tokens,) = prepared(loss, [pack(batch)])
-        found = padded(tokens, loss.of_tokens(tokens.logprobs, tokens).loss, batch)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("loss", LOSSES, ids=NAMES)
 def test_the_gradient_is_that_of_finite_differences(loss):
     for seed in (3, 14, 15):
         (tokens,) = prepared(loss, [pack(random_batch(seed))])
@@ -140,7 +127,6 @@ def test_data_parallel_ranks_add_up(loss):
         np.testing.assert_allclose(sum(grid for _, grid in ranks), gradient, rtol=0, atol=1e-9)
 
 
-SHARES = {"loss/clip_fraction", "loss/masked_fraction"}
 STOPS = [
     PpoClip(),
     PpoClip(dual=1.5),
@@ -354,13 +340,25 @@ def test_m2po_by_hand():
     assert gradient == near([0, -1.2, -0.25])
 
 
+def m2po_tau_by_sorting(budget, mask, columns):
+    """The first k squares are let through whole, all others at tau."""
+    log_r = columns["old_logprobs"] - columns["rollout_logprobs"]
+    harmful = mask & (columns["advantages"] * log_r > 0)
+    squares = sorted((log_r[harmful] ** 2).tolist())
+    target, below = budget * len(squares), 0.0
+    for k, square in enumerate(squares):
+        if below + square * (len(squares) - k) > target:
+            return math.sqrt((target - below) / (len(squares) - k))
+        below += square
+    return math.inf
+
+
 @pytest.mark.parametrize("budget", [1e-4, 0.01, 0.04, 0.3])
 def test_the_threshold_of_m2po_is_that_of_sorting_whatever_the_micro_batches(budget):
     loss = M2po(budget=budget)
     for seed in range(40):
         batch = random_batch(seed)
-        columns = {name: values.tolist() for name, values in batch.columns.items()}
-        expected = min(second.m2po_tau(budget, batch.mask.tolist(), columns), 20)
+        expected = min(m2po_tau_by_sorting(budget, batch.mask, batch.columns), 20)
         parts = [pack(batch, [row]) for row in range(len(batch.lengths))]
         for tokens in prepared(loss, parts):
             assert tokens.columns["m2po_tau"].tolist() == near([expected] * len(tokens.loss_mask))

@@ -36,33 +36,6 @@ def test_a_permutation_has_every_number_once(size, seed):
     assert sorted(permutation[place] for place in range(size)) == list(range(size))
 
 
-def inverse(permutation, number):
-    """Walks the rounds backwards."""
-    bits, low_mask, high_mask = (
-        permutation._low_bits, permutation._low_mask, permutation._high_mask
-    )  # fmt: skip
-
-    def mixed(half, key):
-        first = (half + key) * 0x9E3779B97F4A7C15 % 2**64
-        return ((first ^ first >> 29) * 0xD6E8FEB86659FD93 % 2**64) >> 32
-
-    while True:
-        high, low = number >> bits, number & low_mask
-        for of_high, of_low in reversed(permutation._keys):
-            low ^= mixed(high, of_low) & low_mask
-            high ^= mixed(low, of_high) & high_mask
-        number = high << bits | low
-        if number < permutation._size:
-            return number
-
-
-@given(st.integers(1, 2**40), st.integers(0, 2**40), st.integers(0, 9))
-def test_a_large_permutation_can_be_undone_so_it_has_every_number_once(size, place, seed):
-    permutation = Permutation(size, seed)
-    number = permutation[place % size]
-    assert 0 <= number < size and inverse(permutation, number) == place % size
-
-
 def test_a_permutation_ends():
     for place in (-1, 5):
         with pytest.raises(IndexError):

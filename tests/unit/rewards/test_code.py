@@ -125,7 +125,6 @@ def test_a_test_that_hangs_fails_alone_and_the_budget_bounds_all():
         ("```python\na\n```\n```python\nb", "a"),
         ("```python\na\n```python\nb\n```", "b"),
         ("```\na\n```", None),
-        ("```cpp\na\n```", None),
         ("a", None),
         ("```python\n" * 50_000, None),
     ],
@@ -168,16 +167,13 @@ def test_values_are_compared_outside_of_the_program(returned, wanted, right):
     ("tests", "words"),
     [
         ("", "there are no tests"),
-        ("x = 1", "there are no tests"),
         ("assert (", "are not Python"),
         ('{"inputs": [', "are not JSON"),
         ("[" * 100_000, "nested too deeply"),
         ({"inputs": ["1"]}, "have keys inputs; write"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
-        ({"inputs": [3], "outputs": [3], "fn_name": "f"}, "write a list"),
         ({"inputs": ["x"], "outputs": [3], "fn_name": "f"}, "is not JSON"),
         ([3], "a test is '3'"),
-        (7, "there are no tests in '7'"),
     ],
 )
 def test_tests_of_another_form_are_an_error(tests, words):
@@ -185,14 +181,9 @@ def test_tests_of_another_form_are_an_error(tests, words):
         code.tests_in(tests)
 
 
-def test_a_line_without_tests_is_an_error_that_names_the_keys_there_are():
-    with pytest.raises(ValueError, match=r"has neither 'tests' nor an answer, but cases, topic;"):
-        code.score("```python\nx = 1\n```", "", {"cases": "assert x", "topic": 1}, sandbox=SANDBOX)
-
-
 def test_a_job_scores_programs_by_the_name_of_the_reward_and_its_settings():
     settings = {"all_or_nothing": False, "sandbox": SANDBOX}
-    config = RewardConfig(name="code", args=settings, workers=1, deadline_s=30)
+    config = RewardConfig(name="code", args=settings, advanced={"workers": 1}, deadline_s=30)
     answer = json.dumps(THIRDS)
     trial.check(config, Sample("", answer=answer))
     responses = [f"```python\n{text}\n```" for text in ("print(input())", "1 / 0")]

@@ -13,10 +13,10 @@ from transformers import AddedToken
 from relax_hpc.cli.demo import models
 from relax_hpc.data.conversation import Conversation
 from relax_hpc.data.source import Prompt
-from relax_hpc.environments.environment import SingleTurn
 from relax_hpc.environments.record import EpisodeRecord
 from relax_hpc.environments.rewards.answers import final_text
 from relax_hpc.environments.rewards.contract import Sample, Score
+from relax_hpc.environments.session import SingleTurn
 from relax_hpc.roles.rollout.episodes import Episodes
 from relax_hpc.roles.rollout.heldout import HeldoutRow
 from relax_hpc.runs import evaluations
@@ -43,12 +43,10 @@ def opens(template, prefix, asked="1+2=", **special):
     [
         ("", "", False),
         ("", "<think>\n", True),
-        ("", "<think>\nOkay, " + "so " * 40, True),
         ("", "<think>\n\n</think>\n\n", False),
         ("", "Well, ", False),
         ("<think>\n", "", True),
         (" <think>", "", True),
-        ("<think>\n", "Well, 1 is é: ", True),
         ("<think>\n\n</think>\n\n", "", False),
         ("<think>\n", "</think>", False),
     ],

@@ -6,7 +6,6 @@ import re
 import shutil
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -59,13 +58,6 @@ def printed(text, kind="bubblewrap", limits=SMALL):
     outcome = run(Program(text), limits, kind)
     assert outcome.is_well, text
     return outcome.output.split()
-
-
-@in_both
-def test_a_program_reads_and_prints(kind):
-    program = Program("print(sum(map(int, open(0))), input.__name__)", stdin="3\n4\n")
-    outcome = run(program, SMALL, kind)
-    assert outcome.is_well and outcome.output == "7 input\n"
 
 
 @in_both
@@ -396,27 +388,6 @@ def test_numbers_of_calls_are_those_of_the_kernel():
 
 
 @in_both
-def test_a_bomb_of_forks_stays_one_process_and_ends_at_its_deadline(kind):
-    seen, done, own = set(), threading.Event(), psutil.Process()
-    others = set(own.children(recursive=True))  # of tests before this one
-
-    def watch():
-        while not done.is_set():
-            seen.update(set(own.children(recursive=True)) - others)
-            time.sleep(0.05)
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    begun = time.monotonic()
-    assert not run(Program(BOMB), SHORT, kind).is_well
-    done.set()
-    watching.join()
-    assert 1 <= len(seen) <= 3  # bubblewrap has two processes of its own
-    assert not any(each.is_running() for each in seen)
-    assert time.monotonic() - begun < SOON_S
-
-
-@in_both
 def test_a_gigabyte_of_output_is_not_read(kind):
     text = "import os\nfor _ in range(1 << 14): os.write(1, bytes(1 << 16))"
     begun = time.monotonic()
@@ -426,13 +397,12 @@ def test_a_gigabyte_of_output_is_not_read(kind):
 
 
 SLEEPS = {
-    "sleep": "import time\ntime.sleep(1000)",
     "blocked": "import signal, time\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\n"
     "time.sleep(1000)",
     "deaf": "import signal\nfor n in {*range(1, 32)} - {9, 19}: signal.signal(n, signal.SIG_IGN)\n"
     "while True: pass",
     "closed": "import os, time\nos.closerange(0, 60)\ntime.sleep(1000)",
-    "power": "print(9 ** 9 ** 9)",
+    "bomb": BOMB,
     "exit": "import atexit, time\natexit.register(time.sleep, 1000)",
     "regex": "import re\nre.match('(a+)+b', 'a' * 50)",
     "thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()",
@@ -460,8 +430,7 @@ def test_who_is_killed_while_a_program_runs_takes_it_along():
     code = RewardConfig(
         name="relax_hpc.environments.rewards.functions.code:score",
         deadline_s=0.5,
-        workers=1,
-        memory_gib=1,
+        advanced={"workers": 1, "memory_gib": 1},
     )
     response = f"```python\n{SLEEPS['blocked']}\n```"
     sample = Sample(response, answer='{"inputs": [""], "outputs": ["1"]}')

@@ -13,10 +13,10 @@ from roles.role_fakes import config
 
 from relax_hpc.config.rollout import RewardConfig
 from relax_hpc.data.source import Prompt
-from relax_hpc.environments.environment import SingleTurn
 from relax_hpc.environments.record import EpisodeRecord
 from relax_hpc.environments.rewards import trial
 from relax_hpc.environments.rewards.contract import Sample, Score
+from relax_hpc.environments.session import SingleTurn
 from relax_hpc.errors import ConfigError
 from relax_hpc.roles.rollout import check, prompt_check
 from relax_hpc.roles.rollout.episodes import Episodes
@@ -30,7 +30,7 @@ TERMS = {
 
 
 def scores_of(terms, *samples):
-    settings = RewardConfig.model_validate({"terms": terms, "workers": 1})
+    settings = RewardConfig.model_validate({"terms": terms, "advanced": {"workers": 1}})
     return [score for [score] in in_processes(settings, *([each] for each in samples))]
 
 
