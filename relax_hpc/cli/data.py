@@ -82,7 +82,7 @@ def decode_media(config: "JobConfig", say: Callable[[str], None]) -> None:
             "model that takes media"
         )
     files = prompt_check.open_files(config).by_key
-    workers = config.prompts.media.workers or len(os.sched_getaffinity(0))
+    workers = config.prompts.media.advanced.workers or len(os.sched_getaffinity(0))
     with RowsShown() as shown:
         found = row_gate.decode(files, recipe, workers, shown)
     count, first = len(found.refused), [each.reason for each in found.refused[:_MOST_SHOWN]]
@@ -90,8 +90,10 @@ def decode_media(config: "JobConfig", say: Callable[[str], None]) -> None:
         rest = [f"and {count - len(first):,} more"] if count > len(first) else []
         said = f"{count:,} of {found.num_media:,} media cannot be used"
         lines = "\n".join([said, *first, *rest])
-        if config.prompts.media.broken == "error":
-            raise ConfigError(f'{lines}\nreplace them, or set prompts.media.broken = "skip"')
+        if config.prompts.media.advanced.broken == "error":
+            raise ConfigError(
+                f'{lines}\nreplace them, or set prompts.media.advanced.broken = "skip"'
+            )
         say(f"{lines}\ntheir rows are left out")
     else:
         say(f"decoded {found.num_media:,} media: each can be used")

@@ -170,10 +170,10 @@ def explain_job(config: JobConfig) -> Iterator[str]:
     for name, column in COLUMNS.items():
         if column.writer == PRODUCER and column.required:
             yield f"  {name:<28} {column.writer}: in every row"
-    reasons = {ROUTED_EXPERTS: "routing replay, rollout.routed_experts", **wanted}
+    reasons = {ROUTED_EXPERTS: "routing replay, rollout.advanced.routed_experts", **wanted}
     for name in sorted(config.columns):
         yield f"  {name:<28} {COLUMNS[name].writer}: {reasons.get(name, MEASURED)}"
-    if config.rollout.routed_experts is None and config.rollout_pool.kind == "sglang":
+    if config.rollout.advanced.routed_experts is None and config.rollout_pool.kind == "sglang":
         yield f"  {ROUTED_EXPERTS:<28} rollout: routing replay, for a mixture of experts"
     yield from _algorithm(config.algorithm)
 

@@ -24,10 +24,6 @@ _PORTION = 4
 
 
 class ActorConfig(Section, SavingConfig, MegatronConfig):
-    portion_micro_batches: NonNegative | None = None
-    """Training starts on a part of a batch once every data-parallel rank can fill this many
-    micro-batches; 0 waits for the whole batch. The update is the same. Unset is 4, or the whole
-    batch if the algorithm needs it."""
     frozen: list[FrozenPart] = []
     """Parts of a vision or audio model that do not learn: an encoder, the matrices from its outputs
     to features, or the rest. They have no gradient and no moments."""
@@ -38,7 +34,8 @@ class ActorConfig(Section, SavingConfig, MegatronConfig):
     @property
     def tokens_per_portion(self) -> float:
         """Tokens of a batch that justify an early start."""
-        count = _PORTION if self.portion_micro_batches is None else self.portion_micro_batches
+        asked = self.advanced.portion_micro_batches
+        count = _PORTION if asked is None else asked
         if not count:
             return math.inf
         room = self.layout.data_parallel * self.tokens_per_micro_batch * count
@@ -146,32 +143,36 @@ def columns_by_teacher(teachers: Mapping[str, TeacherConfig]) -> dict[str, str]:
     return {name: next(iter(columns_of(role))) for name, role in pairs}
 
 
+class CriticAdvanced(Section):
+    weights: UserPath | None = None
+    """A checkpoint with its initial weights: of a critic, with its head, or of a policy. Unset is
+    model.weights if `path` is unset, else the weights in `path`."""
+    value_clip: Annotated[Number, Field(ge=0)] = 0.2
+    """Largest change of a value from the batch's that can reduce the loss; 0 does not clip."""
+    returns_lambda: Annotated[Number, Field(ge=0, le=1)] = 1.0
+    """Lambda of its targets; 1 uses the rewards alone, whatever the values were."""
+
+
 class CriticConfig(Section):
     """The critic, as a separate component; without this table there is none."""
 
     path: UserPath | None = None
     """Hugging Face folder of the model under the value head, with the same tokenizer; unset is
     model.path."""
-    weights: UserPath | None = None
-    """A checkpoint with its initial weights: of a critic, with its head, or of a policy. Unset is
-    model.weights if `path` is unset, else the weights in `path`."""
     lr: Annotated[Number, Field(gt=0)] = 1e-5
     """Adam's learning rate after the warm-up; the rest of its optimizer is set by
     `actor.optimizer`."""
     warmup_steps: NonNegative = 0
     """First steps of the run that train only the critic; warm-up and decay of the policy's learning
     rate begin after them."""
-    value_clip: Annotated[Number, Field(ge=0)] = 0.2
-    """Largest change of a value from the batch's that can reduce the loss; 0 does not clip."""
-    returns_lambda: Annotated[Number, Field(ge=0, le=1)] = 1.0
-    """Lambda of its targets; 1 uses the rewards alone, whatever the values were."""
+    advanced: CriticAdvanced = CriticAdvanced()
     layout: Layout | None = None
     """Layout of its ranks; unset is the actor's."""
     resources: Resources = Resources()
 
     def model(self, trained: ModelConfig) -> ModelConfig:
         """Returns its initial model; `trained` is the policy's."""
-        return trained.beside(self.path, self.weights)
+        return trained.beside(self.path, self.advanced.weights)
 
     def megatron(self, actor: MegatronConfig) -> MegatronConfig:
         """Returns its settings: the actor's, with its own layout if set."""

@@ -35,10 +35,10 @@ def check(config: "RunConfig") -> None:
     if config.launch.layout == "separate":
         _check_separate_sides(config)
     _check_reference(config)
-    if config.rollout.over_sampling and config.schedule.over_age == "wait":
+    if config.rollout.advanced.over_sampling and config.schedule.over_age == "wait":
         raise ValueError(
-            f"rollout.over_sampling = {config.rollout.over_sampling}: needs batches of the first "
-            "that are ready; set schedule.over_age to 'drop' or 'mask'"
+            f"rollout.advanced.over_sampling = {config.rollout.advanced.over_sampling}: needs "
+            "batches of the first that are ready; set schedule.over_age to 'drop' or 'mask'"
         )
     _check_algorithm(config)
     _check_teachers(config)
@@ -139,17 +139,17 @@ def _check_weights(key: str, name: str, pool: EnginePool) -> None:
 
 
 def _check_routed_experts(config: "RunConfig") -> None:
-    if not config.rollout.routed_experts:
+    if not config.rollout.advanced.routed_experts:
         return
     if config.rollout_pool.kind != "sglang":
         raise ValueError(
-            "rollout.routed_experts = true: the embedded engine has no experts; use "
+            "rollout.advanced.routed_experts = true: the embedded engine has no experts; use "
             "engines.rollout.kind = 'sglang', or false"
         )
     if config.rollout.stop:
         raise ValueError(
-            "rollout.routed_experts = true: an engine tells experts of responses that it ends "
-            "itself, and it knows no texts (rollout.stop); use false, or no stop"
+            "rollout.advanced.routed_experts = true: an engine tells experts of responses that it "
+            "ends itself, and it knows no texts (rollout.stop); use false, or no stop"
         )
 
 
@@ -166,10 +166,10 @@ def _check_shared_gpus(config: "RunConfig") -> None:
             f"engines.rollout.nodes_per_engine = {pool.nodes_per_engine}: with {key} "
             "an engine is on one node; use 1"
         )
-    if config.launch.bootstrap == "mpi_job":
+    if config.launch.advanced.bootstrap == "mpi_job":
         raise ValueError(
-            f"launch.bootstrap = 'mpi_job': with {key} there are two steps on the same nodes; "
-            "use 'mpi'"
+            f"launch.advanced.bootstrap = 'mpi_job': with {key} there are two steps on the same "
+            "nodes; use 'mpi'"
         )
     asked, actors = pool.resources, config.actor.resources
     if asked.max_nodes is not None:
@@ -199,9 +199,10 @@ def _check_separate_sides(config: "RunConfig") -> None:
             f"weights.transport = {weights.transport!r}: {apart} nobody may be there to receive a "
             "broadcast; use 'files'"
         )
-    if config.launch.bootstrap == "mpi_job":
+    if config.launch.advanced.bootstrap == "mpi_job":
         raise ValueError(
-            f"launch.bootstrap = 'mpi_job': {apart} there is no step of all components; use 'mpi'"
+            f"launch.advanced.bootstrap = 'mpi_job': {apart} there is no step of all "
+            "components; use 'mpi'"
         )
     if config.prompts.retire_after:
         raise ValueError(
@@ -370,7 +371,7 @@ def _check_split(algorithm: Algorithm, config: "RunConfig") -> None:
             f"algorithm.mini_batches = {parts}: a batch has schedule.prompts_per_step = {prompts} "
             "prompts; use at most as many"
         )
-    if algorithm.waits_for_the_batch and config.actor.portion_micro_batches:
+    if algorithm.waits_for_the_batch and config.actor.advanced.portion_micro_batches:
         name = next(
             (
                 f"algorithm.{table}.name = {part.name!r}"
@@ -380,8 +381,9 @@ def _check_split(algorithm: Algorithm, config: "RunConfig") -> None:
             f"algorithm.mini_batches = {parts}",
         )
         raise ValueError(
-            f"actor.portion_micro_batches = {config.actor.portion_micro_batches}: {name} needs the "
-            "whole batch before any of it is trained on; remove it"
+            "actor.advanced.portion_micro_batches = "
+            f"{config.actor.advanced.portion_micro_batches}: {name} needs "
+            "the whole batch before any of it is trained on; remove it"
         )
 
 

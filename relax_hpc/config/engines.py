@@ -23,6 +23,16 @@ def follows_policy(name: str) -> bool:
     return name == ROLLOUT
 
 
+class PoolAdvanced(Section):
+    start_timeout_s: Positive = 900
+    """Seconds in which an engine must become healthy; otherwise its start has failed."""
+    hang_timeout_s: Positive = 120
+    """Seconds of silence, outside an update, after which an engine is restarted."""
+    drain_slow: bool = False
+    """A task gives an engine nothing new for ten minutes if it samples less than half as fast as
+    the median of its engines. Needs three or more."""
+
+
 class EnginePool(Section):
     kind: Literal["embedded", "sglang"] = "embedded"
     """`sglang` is the production engine; `embedded` runs anywhere torch does."""
@@ -40,13 +50,7 @@ class EnginePool(Section):
     """Above 1, an engine spans that many nodes, with one task on each; needs `kind` sglang."""
     max_running_requests: Positive = 256
     """Trajectories that an engine decodes at once."""
-    start_timeout_s: Positive = 900
-    """Seconds in which an engine must become healthy; otherwise its start has failed."""
-    hang_timeout_s: Positive = 120
-    """Seconds of silence, outside an update, after which an engine is restarted."""
-    drain_slow: bool = False
-    """A task gives an engine nothing new for ten minutes if it samples less than half as fast as
-    the median of its engines. Needs three or more."""
+    advanced: PoolAdvanced = PoolAdvanced()
     args: PassThrough = {}
     """Passed to the engine's own parser, e.g. mem_fraction_static = 0.8 for SGLang."""
     resources: Resources = Resources()

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from relax_hpc.algorithms.algorithm import unknown_setting
 from relax_hpc.config.keys import keys_of
 from relax_hpc.config.model import as_it_ran
-from relax_hpc.config.moved import answer_to, refusal
+from relax_hpc.config.moved import answer_to, refusal, with_advanced
 from relax_hpc.config.run import JobConfig, RunConfig, SftRunConfig
 from relax_hpc.errors import ConfigError, LaunchError, nearest, show, without_number
 from relax_hpc.runtime.files import permissions, user_files
@@ -147,6 +147,7 @@ def _resolve_folder(folder: Path, tree: dict[str, Any]) -> dict[str, Any]:
 
 def _as_it_ran(tree: dict[str, Any]) -> dict[str, Any]:
     """Accepts the job of an older run, even if a new job like it would be refused."""
+    tree = with_advanced(tree)
     actor = tree.get("actor")
     if not (isinstance(actor, dict) and isinstance(actor.get("optimizer"), dict)):
         return tree

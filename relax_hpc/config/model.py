@@ -122,15 +122,7 @@ class Layout(Section):
         return self.pipeline_parallel if self.virtual_pipeline > 1 else 1
 
 
-class MegatronConfig(BaseModel):
-    """All settings of a Megatron-core model besides the model itself."""
-
-    model_config = SETTINGS
-    _section: str = PrivateAttr(default="actor")
-
-    layout: Layout = Layout()
-    tokens_per_micro_batch: Positive = 16384
-    """Token budget of one packed micro-batch; a longer trajectory is an error."""
+class ActorAdvanced(Section):
     attention: Literal["auto", "cudnn", "varlen", "sdpa"] = "auto"
     """Kernel of packed attention; auto is the first one that works on the machine."""
     float32_logits: bool = False
@@ -147,8 +139,24 @@ class MegatronConfig(BaseModel):
     """GiB of a GPU for the features of a portion's media, and their gradients. If they need more,
     all of them stay in host memory, and each micro-batch loads its own. Unset keeps them on the
     GPU."""
+    portion_micro_batches: NonNegative | None = None
+    """Training starts on a part of a batch once every data-parallel rank can fill this many
+    micro-batches; 0 waits for the whole batch. The update is the same. Unset is 4, or the whole
+    batch if the algorithm needs it."""
+
+
+class MegatronConfig(BaseModel):
+    """All settings of a Megatron-core model besides the model itself."""
+
+    model_config = SETTINGS
+    _section: str = PrivateAttr(default="actor")
+
+    layout: Layout = Layout()
+    tokens_per_micro_batch: Positive = 16384
+    """Token budget of one packed micro-batch; a longer trajectory is an error."""
     transformer: PassThrough = {}
     """Fields of Megatron-core's TransformerConfig, e.g. recompute_granularity = "full"."""
+    advanced: ActorAdvanced = ActorAdvanced()
 
     @property
     def section(self) -> str:

@@ -1,6 +1,8 @@
 """Maps keys of older jobs and of other trainers to the keys here, for error messages."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 
 def _below(old: str, new: str, keys: str) -> dict[str, str]:
@@ -11,14 +13,30 @@ _OF_LAYOUT = (
     "tensor_parallel pipeline_parallel virtual_pipeline context_parallel expert_parallel "
     "expert_tensor_parallel data_parallel"
 )
-_OF_POOL = (
-    "engines_per_task nodes_per_engine placement max_running_requests start_timeout_s "
-    "hang_timeout_s resources"
-)
+_OF_POOL = "engines_per_task nodes_per_engine placement max_running_requests resources"
+_ADVANCED = {
+    "actor": (
+        "attention float32_logits recomputed_passes kept_logits_gib tower_patches features_gib "
+        "portion_micro_batches"
+    ),
+    "launch": "bootstrap idle_s network peer_timeout_s hang_timeout_s share kernel_cache",
+    "boards": "tracking_uri offline",
+    "notify": "plateau_steps",
+    "prompts.media": "store workers folder broken audio_max_s audio_in_video",
+    "reward": "memory_gib most_errors solved_at workers",
+    "rollout": "max_continuations groups_per_shard over_sampling routed_experts",
+    "engines.<name>": "start_timeout_s hang_timeout_s drain_slow",
+    "critic": "weights value_clip returns_lambda",
+    "bus": "compress",
+    "weights": (
+        "kv_cache modules_to_not_convert bucket_bytes checksum_every max_logprob_gap timeout_s"
+    ),
+}
+"""Section -> its former keys that are in its `advanced`."""
 MOVED = {
     "actor.ddp": "actor.optimizer.ddp",
     "algorithm.name": "algorithm.preset",
-    "algorithm.max_logprob_gap": "weights.max_logprob_gap",
+    "algorithm.max_logprob_gap": "weights.advanced.max_logprob_gap",
     "algorithm.importance_cap": "algorithm.correction.cap",
     "algorithm.kl_coefficient": "algorithm.kl.coefficient",
     "rollout.engine": "engines.rollout.kind",
@@ -28,15 +46,23 @@ MOVED = {
     **_below("algorithm", "schedule", "num_steps prompts_per_step max_staleness over_age"),
     **_below("algorithm", "algorithm.loss", "clip_low clip_high"),
     **_below("rollout", "engines.rollout", _OF_POOL),
+    **_below("rollout", "engines.rollout.advanced", "start_timeout_s hang_timeout_s"),
     **_below("eval", "eval.heldout", "path every num_prompts"),
     **_below("actor", "actor.layout", _OF_LAYOUT),
     **_below("reference", "reference.layout", _OF_LAYOUT),
     **_below("actor.optimizer", "actor.optimizer.megatron", "adam_beta1 adam_beta2"),
+    **{
+        old: new
+        for section, keys in _ADVANCED.items()
+        for old, new in _below(section, f"{section}.advanced", keys).items()
+    },
 }
-"""Old dotted key -> the new one."""
+"""Old dotted key -> the new one; <name> is any user-defined name."""
 
 _EVERY_5_S = "a load event is written every 5 s; remove it"
-_COMPARED = "engines and trainer are compared at each start; weights.max_logprob_gap is the limit"
+_COMPARED = (
+    "engines and trainer are compared at each start; weights.advanced.max_logprob_gap is the limit"
+)
 _ALWAYS_ON = "it is on wherever layout.tensor_parallel is above 1; remove it"
 GONE: dict[str, str] = {
     "actor.sequence_parallel": _ALWAYS_ON,
@@ -85,12 +111,12 @@ _NAMES_ELSEWHERE = {
     "prompts.system": "system_prompt",
     "rollout.temperature": "rollout_temperature",
     "rollout.stop": "rollout_stop stop_strings",
-    "rollout.routed_experts": "use_rollout_routing_replay",
+    "rollout.advanced.routed_experts": "use_rollout_routing_replay",
     "rollout.environment": "custom_generate_function_path",
     "rollout.program.command": "agent_command",
     "rollout.program.folder": "agent_cwd",
     "rollout.program.timeout_s": "agent_timeout",
-    "rollout.over_sampling": "over_sampling_batch_size",
+    "rollout.advanced.over_sampling": "over_sampling_batch_size",
     "seed": "rollout_seed",
     "schedule.max_staleness": (
         "max_async_level async_level max_off_policy_steps max_head_offpolicyness "
@@ -124,7 +150,7 @@ _NAMES_ELSEWHERE = {
     "algorithm.distill.coefficient": "opd_kl_coef",
     "reward.name": "reward_fn reward_model_type rm_type custom_rm_path custom_reward_function",
     "reward.args": "reward_kwargs",
-    "reward.workers": "reward_num_workers",
+    "reward.advanced.workers": "reward_num_workers",
     "actor.optimizer.lr": "learning_rate",
     "actor.optimizer.warmup_steps": "lr_warmup_steps lr_warmup_iters",
     "actor.optimizer.decay": "lr_decay_style lr_scheduler lr_scheduler_type",
@@ -155,13 +181,13 @@ _NAMES_ELSEWHERE = {
     "reference.refresh_every": "ref_update_interval ref_model_sync_steps",
     "critic.lr": "critic_lr",
     "critic.warmup_steps": "num_critic_only_steps critic_warmup",
-    "critic.value_clip": "cliprange_value",
+    "critic.advanced.value_clip": "cliprange_value",
     "teachers.<name>.path": "teacher_hf_checkpoint",
     "engines.rollout.placement": "colocate",
     "engines.rollout.args.tp_size": "tp rollout_num_gpus_per_engine",
     "boards.export": "logger use_wandb report_to",
     "boards.project": "wandb_project project_name",
-    "boards.offline": "wandb_mode",
+    "boards.advanced.offline": "wandb_mode",
     "notify.webhook": "notify_urls",
     "eval.<name>.every": "test_freq eval_steps eval_interval",
     "engines.rollout.args.mem_fraction_static": "gpu_memory_utilization",
@@ -212,7 +238,8 @@ _WHY_ABSENT = {
         "held-out sets are scored before, too, while training begins; remove it"
     ),
     "partial_rollout": (
-        "responses always go on under new weights; weights.kv_cache says with which keys and values"
+        "responses always go on under new weights; weights.advanced.kv_cache says with which keys "
+        "and values"
     ),
     "use_fault_tolerance": "it always is so; launch.max_restarts bounds it",
     "resume_mode": "relax-hpc resume RUN goes on; model.weights starts from another checkpoint",
@@ -258,7 +285,27 @@ def refusal(key: Sequence[int | str]) -> str | None:
     """
     dotted = ".".join(map(str, key))
     of_any_name = ".".join([*map(str, key[:1]), "<name>", *map(str, key[2:])])
-    if new := MOVED.get(dotted):
-        return f"is {new} now; use that"
+    if new := MOVED.get(dotted) or MOVED.get(of_any_name):
+        return f"is {new.replace('<name>', '.'.join(map(str, key[1:2])))} now; use that"
     why = GONE.get(dotted) or GONE.get(of_any_name)
     return f"is gone, {why}" if why else None
+
+
+def with_advanced(tree: dict[str, Any]) -> dict[str, Any]:
+    """Returns the job of an older run with its keys where they are now."""
+    found = copy.deepcopy(tree)
+    for section, keys in _ADVANCED.items():
+        for table in _tables(found, section.split(".")):
+            if old := {key: table.pop(key) for key in keys.split() if key in table}:
+                table["advanced"] = old | table.get("advanced", {})
+    return found
+
+
+def _tables(node: Any, path: Sequence[str]) -> Iterator[dict[str, Any]]:  # noqa: ANN401
+    if not isinstance(node, dict):
+        return
+    if not path:
+        yield node
+        return
+    for name in list(node) if path[0] == "<name>" else path[:1]:
+        yield from _tables(node.get(name), path[1:])

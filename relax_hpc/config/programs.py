@@ -15,9 +15,15 @@ from relax_hpc.runtime.files.user_files import absolute_data
 from relax_hpc.runtime.files.user_programs import ORIGIN, absolute_place, place_of
 
 _PATHS = (
-    *("run_root", "model.path", "model.weights", "launch.kernel_cache", "notify.webhook"),
-    *("engines.*.model", "reference.path", "critic.path", "critic.weights", "teachers.*.path"),
-    *("prompts.media.folder", "rollout.program.folder"),
+    *("run_root", "model.path", "model.weights", "launch.advanced.kernel_cache", "notify.webhook"),
+    *(
+        "engines.*.model",
+        "reference.path",
+        "critic.path",
+        "critic.advanced.weights",
+        "teachers.*.path",
+    ),
+    *("prompts.media.advanced.folder", "rollout.program.folder"),
 )
 _DATA = ("prompts.train", "prompts.sources.*.path", "eval.*.path", "sft.train", "sft.heldout")
 """Keys of data, which may be a program's."""
@@ -46,7 +52,10 @@ def _rewrite(node: Any, path: Sequence[str], change: Callable[[Any], Any]) -> An
     names = inner if path[0] == "*" else [path[0]] if path[0] in tables else []
     # What is unset stays so: messages name the keys that a job sets.
     names = [name for name in names if tables[name] is not None]
-    changed = {name: _rewrite(tables[name], path[1:], change) for name in names}
+    made = {name: _rewrite(tables[name], path[1:], change) for name in names}
+    changed = {name: each for name, each in made.items() if each is not tables[name]}
+    if not changed:
+        return node
     return node | changed if isinstance(node, dict) else node.model_copy(update=changed)
 
 

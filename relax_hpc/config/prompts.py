@@ -30,26 +30,7 @@ Bounds = Annotated[tuple[Positive, Positive], AfterValidator(_check_order)]
 Store = Literal["source", "canonical", "smaller"]
 
 
-class MediaConfig(Section):
-    """Unset bounds are those of the model's own preprocessor."""
-
-    image_tokens: Bounds | None = None
-    """Fewest and most tokens of an image, e.g. [64, 1024]: it is resized to fit."""
-    video_fps: Annotated[Number, Field(gt=0, le=1000)] | None = None
-    """Frames per second taken from a video; for a list of frames, its rate."""
-    video_frames: Bounds | None = None
-    """Fewest and most frames of a video; one with fewer cannot be used."""
-    video_tokens_per_frame: Bounds | None = None
-    """Fewest and most tokens per frame of a video; two frames share their tokens."""
-    audio_in_video: bool = False
-    """Whether an audio model also gets the sound of a video, interleaved with its frames by time.
-    Silent videos are allowed."""
-    audio_max_s: Annotated[Number, Field(gt=0, le=86400)] | None = None
-    """Longest sound, in seconds; a longer one cannot be used."""
-    broken: Literal["error", "skip"] = "error"
-    """Handling of rows with an unusable medium. error: the job is refused, or ends where the medium
-    is decoded. skip: all media are decoded when the job is submitted, and the row is left out
-    from the start, and listed in left_out.jsonl. One that breaks later ends the job."""
+class MediaAdvanced(Section):
     store: Store = "source"
     """Form of media on the bus. source: the bytes of their files, which the trainer decodes again
     and compares. canonical: the pixels or the spectrum themselves, about ten times the bytes of
@@ -61,6 +42,29 @@ class MediaConfig(Section):
     folder: UserPath | None = None
     """Base folder of media paths, which they may not leave, not even by links. Unset is the folder
     of the data file, without this limit."""
+    broken: Literal["error", "skip"] = "error"
+    """Handling of rows with an unusable medium. error: the job is refused, or ends where the medium
+    is decoded. skip: all media are decoded when the job is submitted, and the row is left out
+    from the start, and listed in left_out.jsonl. One that breaks later ends the job."""
+    audio_max_s: Annotated[Number, Field(gt=0, le=86400)] | None = None
+    """Longest sound, in seconds; a longer one cannot be used."""
+    audio_in_video: bool = False
+    """Whether an audio model also gets the sound of a video, interleaved with its frames by time.
+    Silent videos are allowed."""
+
+
+class MediaConfig(Section):
+    """Unset bounds are those of the model's own preprocessor."""
+
+    image_tokens: Bounds | None = None
+    """Fewest and most tokens of an image, e.g. [64, 1024]: it is resized to fit."""
+    video_fps: Annotated[Number, Field(gt=0, le=1000)] | None = None
+    """Frames per second taken from a video; for a list of frames, its rate."""
+    video_frames: Bounds | None = None
+    """Fewest and most frames of a video; one with fewer cannot be used."""
+    video_tokens_per_frame: Bounds | None = None
+    """Fewest and most tokens per frame of a video; two frames share their tokens."""
+    advanced: MediaAdvanced = MediaAdvanced()
 
 
 TAKEN = frozenset({
@@ -182,12 +186,12 @@ class PromptsConfig(Section):
 
     @property
     def may_leave_out(self) -> bool:
-        return "skip" in (self.bad_rows, self.media.broken)
+        return "skip" in (self.bad_rows, self.media.advanced.broken)
 
     def leaves_out(self, error: ConfigError) -> bool:
         """Whether a row with this error is left out."""
         is_medium = isinstance(error, MediumError)
-        return (self.media.broken if is_medium else self.bad_rows) == "skip"
+        return (self.media.advanced.broken if is_medium else self.bad_rows) == "skip"
 
     @model_validator(mode="before")
     @classmethod

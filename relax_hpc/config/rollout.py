@@ -44,6 +44,22 @@ class ProgramConfig(Section):
         return command
 
 
+class RolloutAdvanced(Section):
+    max_continuations: NonNegative | None = None
+    """How often a response interrupted by the end of the job is continued, before it is sampled
+    again from its beginning; unset has no limit, 0 is never."""
+    groups_per_shard: Positive = 16
+    """A shard is published once it has this many prompt groups, its batch is done, or its first
+    group has waited for a second."""
+    over_sampling: Annotated[Number, Field(ge=0)] = 0.0
+    """Fraction of a batch sampled beyond what `schedule.max_staleness` admits, so that ready groups
+    replace stragglers; needs `schedule.over_age` drop or mask."""
+    routed_experts: bool | None = None
+    """Record each token's experts in the bus column ragged/routed_experts, and train with the same
+    ones (routing replay). Needs a mixture of experts, `engines.rollout.kind` sglang, and no
+    `stop`. Unset is true if these hold."""
+
+
 class RolloutConfig(Section):
     environment: str = "single_turn"
     """Kind of episode: single_turn asks the prompt once, program starts the agent of
@@ -58,36 +74,18 @@ class RolloutConfig(Section):
     stop: StopTexts = []
     """Texts that end a response, e.g. "</search>", as an end of sequence does. The response keeps
     them, and they are trained on. An environment may set others for each reply."""
-    max_continuations: NonNegative | None = None
-    """How often a response interrupted by the end of the job is continued, before it is sampled
-    again from its beginning; unset has no limit, 0 is never."""
-    groups_per_shard: Positive = 16
-    """A shard is published once it has this many prompt groups, its batch is done, or its first
-    group has waited for a second."""
-    over_sampling: Annotated[Number, Field(ge=0)] = 0.0
-    """Fraction of a batch sampled beyond what `schedule.max_staleness` admits, so that ready groups
-    replace stragglers; needs `schedule.over_age` drop or mask."""
-    routed_experts: bool | None = None
-    """Record each token's experts in the bus column ragged/routed_experts, and train with the same
-    ones (routing replay). Needs a mixture of experts, `engines.rollout.kind` sglang, and no
-    `stop`. Unset is true if these hold."""
+    advanced: RolloutAdvanced = RolloutAdvanced()
     program: ProgramConfig | None = None
     """Agent that talks to the policy over OpenAI's chat API."""
 
 
-class WeightsConfig(Section):
-    transport: Transport = "collective"
-    """`collective` broadcasts (NCCL or gloo); `files` goes through the run directory."""
+class WeightsAdvanced(Section):
     kv_cache: Literal["keep", "recompute"] = "keep"
     """Handling of running requests' key-value cache in an update. keep: they continue with the old
     policy's keys and values. recompute: it is dropped, and the new policy prefills their tokens
     again."""
-    quantize: Literal["none", "fp8"] = "none"
-    """`fp8` gives SGLang engines 8-bit linear layers, with a scale per block of 128 x 128: the
-    trainer quantises what it sends, which halves the bytes, and trains as before. Vision and
-    audio encoders keep 16 bits."""
     modules_to_not_convert: list[str] = []
-    """Further modules that `quantize` skips, e.g. "model.layers.0" or "o_proj"."""
+    """Further modules that `weights.quantize` skips, e.g. "model.layers.0" or "o_proj"."""
     bucket_bytes: Bytes = 1 << 30
     """Largest size of the flat buckets in which tensors are sent."""
     checksum_every: NonNegative = 10
@@ -101,6 +99,16 @@ class WeightsConfig(Section):
     timeout_s: Positive = 300
     """An engine that does not take an update within this time is fenced."""
 
+
+class WeightsConfig(Section):
+    transport: Transport = "collective"
+    """`collective` broadcasts (NCCL or gloo); `files` goes through the run directory."""
+    quantize: Literal["none", "fp8"] = "none"
+    """`fp8` gives SGLang engines 8-bit linear layers, with a scale per block of 128 x 128: the
+    trainer quantises what it sends, which halves the bytes, and trains as before. Vision and
+    audio encoders keep 16 bits."""
+    advanced: WeightsAdvanced = WeightsAdvanced()
+
     @property
     def quantization_config(self) -> dict[str, Any] | None:
         """Returns config.json's entry for quantised weights; None for plain ones."""
@@ -111,7 +119,7 @@ class WeightsConfig(Section):
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-            "modules_to_not_convert": [*self.modules_to_not_convert, *TOWERS],
+            "modules_to_not_convert": [*self.advanced.modules_to_not_convert, *TOWERS],
         }
 
 
@@ -133,6 +141,17 @@ class RewardTerm(Section):
     it scores; [] is all. Every prompt needs at least one term."""
 
 
+class RewardAdvanced(Section):
+    memory_gib: Annotated[Number, Field(ge=0.25)] = 2.0
+    """Memory of a scoring process; one that retains half of it is replaced."""
+    most_errors: Annotated[Number, Field(ge=0, le=1)] = 0.05
+    """Fraction of the newest 500 rewards that may fail; with more the run ends and names them."""
+    solved_at: Number = 1.0
+    """A prompt whose responses all reach this counts as solved, in `groups/solved` of a step."""
+    workers: Positive = 2
+    """Scoring processes of each rollout task, besides a spare one."""
+
+
 class RewardConfig(Section):
     name: str | None = None
     """Function that scores a response: a built-in one, boxed_number by default, or your own
@@ -143,18 +162,11 @@ class RewardConfig(Section):
     """Several rewards, instead of `name`, by names that you choose."""
     deadline_s: Annotated[Number, Field(gt=0)] = 10.0
     """Seconds for one sample, or one group if the reward sees it whole; more is an error."""
-    memory_gib: Annotated[Number, Field(ge=0.25)] = 2.0
-    """Memory of a scoring process; one that retains half of it is replaced."""
     on_error: Literal["zero", "mask"] = "zero"
     """Handling of failed rewards. zero: 0, or the lowest value of a built-in reward. mask: the
     response is neither compared with its siblings nor trained on, and excluded from held-out
     figures."""
-    most_errors: Annotated[Number, Field(ge=0, le=1)] = 0.05
-    """Fraction of the newest 500 rewards that may fail; with more the run ends and names them."""
-    solved_at: Number = 1.0
-    """A prompt whose responses all reach this counts as solved, in `groups/solved` of a step."""
-    workers: Positive = 2
-    """Scoring processes of each rollout task, besides a spare one."""
+    advanced: RewardAdvanced = RewardAdvanced()
 
     @property
     def masks_errors(self) -> bool:

@@ -65,9 +65,7 @@ class ScheduleConfig(Section):
     group is trained on, without its over-age tokens in the loss."""
 
 
-class BusConfig(Section):
-    keep_steps: NonNegative = 2
-    """Steps whose shards are kept longer than a resume needs, for viewing, replay and export."""
+class BusAdvanced(Section):
     compress: list[str] = []
     """Columns to compress, e.g. "ragged/routed_experts"; pays only if a writer gets less than about
     0.4 GB/s from the file system."""
@@ -77,9 +75,15 @@ class BusConfig(Section):
         for name in self.compress:
             if name not in COLUMNS:
                 raise ValueError(
-                    f"bus.compress names {name}; columns are {', '.join(sorted(COLUMNS))}"
+                    f"bus.advanced.compress names {name}; columns are {', '.join(sorted(COLUMNS))}"
                 )
         return self
+
+
+class BusConfig(Section):
+    keep_steps: NonNegative = 2
+    """Steps whose shards are kept longer than a resume needs, for viewing, replay and export."""
+    advanced: BusAdvanced = BusAdvanced()
 
 
 class EvalConfig(Section):
@@ -122,25 +126,14 @@ def _network(value: str) -> str:
 Network = Annotated[str, AfterValidator(_network)]
 
 
-class LaunchConfig(Section):
+class LaunchAdvanced(Section):
     bootstrap: Literal["auto", "mpi", "mpi_job", "files"] = "auto"
     """How ranks of a component find each other. auto is mpi when `resources.mpi` is set, except for
     engine tasks on one node each, where every task is a separate step. mpi_job: all components
     are one step and one MPI world, so that a rank that dies restarts all of them."""
-    layout: Literal["hetjob", "separate"] = "hetjob"
-    """hetjob: all components are one job. separate: rollout with its engines is one job, and the
-    actor with all that trains or scores is another. They need not run at the same time, and meet
-    only in the run directory; needs `weights.transport` files."""
     idle_s: Positive = 300
     """With layout separate, seconds without work before a side gives its nodes back; it restarts
     when the other side has work for it."""
-    profile: str | None = None
-    """Site profile: a name in ~/.config/relax-hpc, an included one (example, local), or a path to a
-    TOML file. Unset is `$RELAX_PROFILE`, then ~/.config/relax-hpc/default.toml."""
-    max_restarts: NonNegative = 3
-    """Restarts in place within half an hour of a component whose step failed: after half a second,
-    then after twice as long each time, at most 30 s. Failures while Slurm's controller did not
-    answer do not count."""
     network: Network | None = None
     """Network between tasks and engines on each node: an interface ("ib0") or a subnet
     ("10.1.0.0/16"). Gloo and NCCL use it, too, unless `GLOO_SOCKET_IFNAME` or
@@ -160,8 +153,31 @@ class LaunchConfig(Section):
     the node's temporary folder, the others in the caches of your home."""
 
 
+class LaunchConfig(Section):
+    layout: Literal["hetjob", "separate"] = "hetjob"
+    """hetjob: all components are one job. separate: rollout with its engines is one job, and the
+    actor with all that trains or scores is another. They need not run at the same time, and meet
+    only in the run directory; needs `weights.transport` files."""
+    profile: str | None = None
+    """Site profile: a name in ~/.config/relax-hpc, an included one (example, local), or a path to a
+    TOML file. Unset is `$RELAX_PROFILE`, then ~/.config/relax-hpc/default.toml."""
+    max_restarts: NonNegative = 3
+    """Restarts in place within half an hour of a component whose step failed: after half a second,
+    then after twice as long each time, at most 30 s. Failures while Slurm's controller did not
+    answer do not count."""
+    advanced: LaunchAdvanced = LaunchAdvanced()
+
+
 Service = Literal["wandb", "mlflow"]
 News = Literal["start", "requeue", "plateau", "failure", "finish"]
+
+
+class BoardsAdvanced(Section):
+    tracking_uri: str | None = None
+    """Server of MLflow, e.g. "http://host:5000"."""
+    offline: bool = False
+    """Write below the run directory, for nodes without a network: send it later with `wandb sync`;
+    MLflow shows its `mlflow.db`."""
 
 
 class BoardsConfig(Section):
@@ -170,23 +186,24 @@ class BoardsConfig(Section):
     export: list[Service] = []
     """Services that get the curves as the run goes, each from a separate process that no step waits
     for. wandb: Weights & Biases, with the account of `wandb login`. mlflow: MLflow, at
-    `tracking_uri`."""
+    `advanced.tracking_uri`."""
     project: Annotated[str, Field(min_length=1, max_length=100)] = "relax-hpc"
     """Project of W&B, or experiment of MLflow."""
-    tracking_uri: str | None = None
-    """Server of MLflow, e.g. "http://host:5000"."""
-    offline: bool = False
-    """Write below the run directory, for nodes without a network: send it later with `wandb sync`;
-    MLflow shows its `mlflow.db`."""
+    advanced: BoardsAdvanced = BoardsAdvanced()
 
     @model_validator(mode="after")
     def _mlflow_has_a_place(self) -> Self:
-        if "mlflow" in self.export and self.tracking_uri is None and not self.offline:
+        if "mlflow" in self.export and self.advanced == BoardsAdvanced():
             raise ValueError(
-                "boards.export has mlflow, which needs a server; set boards.tracking_uri, or "
-                "boards.offline = true"
+                "boards.export has mlflow, which needs a server; set "
+                "boards.advanced.tracking_uri, or boards.advanced.offline = true"
             )
         return self
+
+
+class NotifyAdvanced(Section):
+    plateau_steps: NonNegative = 0
+    """Steps without a better reward that count as a plateau; 0 is none."""
 
 
 class NotifyConfig(Section):
@@ -200,8 +217,7 @@ class NotifyConfig(Section):
     on: list[News] = ["start", "requeue", "plateau", "failure", "finish"]
     """When to send one: the run begins, goes on after a requeue, gets no better, failed, is
     complete."""
-    plateau_steps: NonNegative = 0
-    """Steps without a better reward that count as a plateau; 0 is none."""
+    advanced: NotifyAdvanced = NotifyAdvanced()
 
 
 class JobConfig(Section):
@@ -294,8 +310,8 @@ class RunConfig(JobConfig):
         docs/explanation/benchmarks.md); models that differed in a scaling of RoPE or a head were
         0.9 to 2.8 apart.
         """
-        if self.weights.max_logprob_gap is not None:
-            return self.weights.max_logprob_gap
+        if self.weights.advanced.max_logprob_gap is not None:
+            return self.weights.advanced.max_logprob_gap
         args = self.rollout_pool.args
         few_bits = args.keys() & {"quantization", "kv_cache_dtype", "torchao_config"}
         if few_bits or self.weights.quantize != "none":
@@ -361,7 +377,7 @@ class RunConfig(JobConfig):
     @property
     def replays_routing(self) -> bool:
         """Whether tokens are trained with the experts that the engine chose."""
-        return bool(self.rollout.routed_experts)
+        return bool(self.rollout.advanced.routed_experts)
 
     @property
     def tokens_per_portion(self) -> float:

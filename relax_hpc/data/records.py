@@ -395,16 +395,17 @@ def _check_counts(
 def _sources(
     row: DataRow, placed: Sequence[tuple[Modality, Any]], settings: PromptsConfig
 ) -> Iterator[MediaSource]:
-    folder = settings.media.folder or row.folder
+    folder = settings.media.advanced.folder or row.folder
     counts = dict.fromkeys(MODALITIES, 0)
     for modality, value in placed:
         counts[modality] += 1
         place = f"{row.where}: {modality} {counts[modality]}"
         if folder is None and isinstance(value, str) and not _is_whole(value):
             raise ConfigError(
-                f"{place} is {show(value)}: its data are in no folder; set prompts.media.folder"
+                f"{place} is {show(value)}: its data are in no folder; set "
+                "prompts.media.advanced.folder"
             )
-        inside = settings.media.folder is not None
+        inside = settings.media.advanced.folder is not None
         base = (folder or Path("/")).absolute()
         yield source_of(place, modality, value, folder=base, inside=inside)
 

@@ -190,7 +190,7 @@ class PoolClient:
 
         self._pool = Pool(connect, max_in_flight=pool.max_running_requests, patience_s=patience_s)
         self._meter = LoadMeter(events) if events else None
-        self._slow = SlowEngines() if pool.drain_slow else None
+        self._slow = SlowEngines() if pool.advanced.drain_slow else None
         self._events = events
         self._watch: asyncio.Task[None] | None = None
         # Its own: those of the loop may all be busy with what environments do.
@@ -348,7 +348,7 @@ def client_of(
         pool,
         config.engines_in(name) if own is None else own,
         stop_token=stop_token,
-        patience_s=config.launch.peer_timeout_s,
+        patience_s=config.launch.advanced.peer_timeout_s,
         serves_at_once=serves_at_once,
         events=events,
     )

@@ -377,7 +377,7 @@ class _Start(NamedTuple):
                 self.progress(phase)
                 if not end and time.monotonic() > deadline:
                     end = f"ran out of time while {phase}, {engine.age_s:.0f} s after its start"
-                    end += f" (engines.{self.spec.pool}.start_timeout_s = {timeout_s})"
+                    end += f" (engines.{self.spec.pool}.advanced.start_timeout_s = {timeout_s})"
                 elif end:
                     end += f" while {phase}"
                 if end:

@@ -26,9 +26,9 @@ from relax_hpc.sections import INT32
 
 _OF_JOB = {"name", "run_root", "seed", "model", "prompts", "reward", "rollout", "engines", "eval"}
 """Tables of a job that an evaluation uses; the others concern training."""
-_OF_TRAINING = {
-    "model": ("weights",),
-    "rollout": ("samples_per_prompt", "over_sampling", "routed_experts"),
+_OF_TRAINING: Mapping[str, Any] = {
+    "model": {"weights"},
+    "rollout": {"samples_per_prompt": True, "advanced": {"over_sampling", "routed_experts"}},
 }
 """Keys of those tables that concern training."""
 
@@ -59,9 +59,7 @@ def job_of(asked: EvaluationRequest) -> RunConfig:
     assert isinstance(config, RunConfig)
     if not config.eval:
         raise ConfigError("no set of prompts is named; add --set NAME=FILE, or --job with [eval]")
-    tables = config.model_dump(mode="json", include=_OF_JOB)
-    for table, keys in _OF_TRAINING.items():
-        tables[table] = {k: value for k, value in tables[table].items() if k not in keys}
+    tables = config.model_dump(mode="json", include=_OF_JOB, exclude=_OF_TRAINING)
     tables["engines"] = {name: _here(name, pool) for name, pool in tables["engines"].items()}
     data = {"train": next(iter(tables["eval"].values()))["path"], "sources": {}}
     tables["prompts"] |= data  # nothing is trained on
@@ -136,12 +134,12 @@ def evaluate(
     check_evaluations(config)
     sources = alone.read(config, say)
     paths = RunPaths(config.run_dir)
-    with permissions.set_umask(permissions.UMASKS[config.launch.share]):
+    with permissions.set_umask(permissions.UMASKS[config.launch.advanced.share]):
         _open(config, paths)
         say(f"run directory: {paths.root}; if interrupted, --name {config.name} goes on there")
         files = {key: each.records for key, each in sources.by_key.items()}
         row_gate.decide_media_once(config, paths, say=say, advance=advance, files=files)
-        kernel_cache.keep(os.environ, config.launch.kernel_cache)
+        kernel_cache.keep(os.environ, config.launch.advanced.kernel_cache)
         logs.setup("rollout", 0, paths.log("rollout", "0"))
         attempt = f"{time.time():.0f}.{os.getpid()}"
         context = TaskContext("rollout", 0, 1, 0, attempt, 1, socket.gethostname())

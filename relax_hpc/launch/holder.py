@@ -164,7 +164,7 @@ class Holder:
         if idle_s is None or other is None or self.is_finished():
             self._lower()
             return None
-        is_early = idle_s < self._config.launch.idle_s
+        is_early = idle_s < self._config.launch.advanced.idle_s
         if is_early or time.monotonic() < self._not_before:
             self._release_held(other)  # it has made what work it can
             return None
@@ -206,11 +206,14 @@ class Holder:
     def hold(self) -> None:
         """Holds this job once all is saved; Slurm then ends it.
 
-        If Slurm refuses, or a save takes longer than `launch.peer_timeout_s`, all continue. Does
-        not wait for the time limit.
+        If Slurm refuses, or a save takes longer than `launch.advanced.peer_timeout_s`, all
+        continue. Does not wait for the time limit.
         """
         paths, attempt = self._paths, self._attempt
-        left_s, patience_s = requeue.read_left_s(self._job_id), self._config.launch.peer_timeout_s
+        left_s, patience_s = (
+            requeue.read_left_s(self._job_id),
+            self._config.launch.advanced.peer_timeout_s,
+        )
         limit_s = math.inf if left_s is None else left_s - requeue.MARGIN_S
         until = time.monotonic() + min(patience_s, limit_s)
         records = [paths.saves(attempt), paths.critic_saves(attempt), *paths.all_keeps(attempt)]
@@ -300,13 +303,13 @@ def main() -> None:
     logging.getLogger("relax_hpc.launch").setLevel(logging.INFO)
     config = job_file.read_resolved(paths.config)
     assert isinstance(config, RunConfig)
-    storage.settle(config.launch.peer_timeout_s, reserve=paths.reserve)
+    storage.settle(config.launch.advanced.peer_timeout_s, reserve=paths.reserve)
     holder = Holder(config, paths, args.side, args.job_id)
     if args.leave:
         holder.leave()
         return
     controller = ProcessId.of(args.controller)
-    every_s = min(LOOK_EVERY_S, config.launch.idle_s / 3)
+    every_s = min(LOOK_EVERY_S, config.launch.advanced.idle_s / 3)
     while script := controller.find():
         time.sleep(every_s)
         try:

@@ -306,16 +306,16 @@ def _component(config: JobConfig, role: Role[Any], asked: Place, resources: Reso
             f"{key}.nodes = {resources.nodes}: {tasks} tasks do not divide over them; "
             f"use a divisor of {tasks}"
         )
-    wanted = config.launch.bootstrap
+    wanted = config.launch.advanced.bootstrap
     if wanted in ("mpi", "mpi_job") and resources.mpi is None:
         raise ConfigError(
-            f"launch.bootstrap = {wanted!r}: {key}.mpi is not set; "
+            f"launch.advanced.bootstrap = {wanted!r}: {key}.mpi is not set; "
             "use pmix for Open MPI, pmi2 for MPICH (srun --mpi=list)"
         )
     # pmi2 hangs in some layouts of nodes.
     if wanted == "mpi_job" and not (resources.mpi or "").startswith("pmix"):
         raise ConfigError(
-            f"launch.bootstrap = 'mpi_job': {key}.mpi = {resources.mpi!r}; one world "
+            f"launch.advanced.bootstrap = 'mpi_job': {key}.mpi = {resources.mpi!r}; one world "
             "over several components needs 'pmix'"
         )
     if wanted == "auto":  # who has several steps has no world over them

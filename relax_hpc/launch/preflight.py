@@ -202,12 +202,12 @@ def check_kernel_cache(
     config: JobConfig, components: Sequence[Component], say: Say = _silent
 ) -> None:
     """Checks that nobody else can write to the kernel cache, and reports its place."""
-    root = config.launch.kernel_cache
+    root = config.launch.advanced.kernel_cache
     if root is None:
         if any(each.resources.gpus_per_node for each in components):
             say(
                 "kernels: torch's are kept in each node's temporary folder, SGLang's in the caches "
-                "of your home; launch.kernel_cache names one place for all, by version"
+                "of your home; launch.advanced.kernel_cache names one place for all, by version"
             )
         return
     if os.path.lexists(root):

@@ -27,7 +27,7 @@ class Profile(WholeJob, Resources):
     """A site's defaults for every component. `_kind` adds tables of roles."""
 
     network: Network | None = None
-    """Default of `launch.network`."""
+    """Default of `launch.advanced.network`."""
 
     def resources(self, table: str | None, shared: SharedResources, job: Resources) -> Resources:
         """Merges a component's requests: the job's own fields, its shared ones, this profile's

@@ -99,7 +99,7 @@ def submit(
     parents = [parent for parent in paths.root.parents if not parent.exists()]
     try:
         make_run_dir(config, paths)
-        with permissions.set_umask(permissions.UMASKS[config.launch.share]):
+        with permissions.set_umask(permissions.UMASKS[config.launch.advanced.share]):
             if broken:
                 broken.keep(paths)
             return start(planned, config, paths)
@@ -166,7 +166,7 @@ def _job(config: JobConfig, number: int) -> script.Job:
         config.launch.max_restarts,
         exports=tuple(dict.fromkeys(config.boards.export)),
         next_claim=RunPaths(config.run_dir).launch_claim(number + 1),
-        umask=permissions.UMASKS[config.launch.share],
+        umask=permissions.UMASKS[config.launch.advanced.share],
         comment=config.resources.comment,
         mail=config.resources.mail,
         dependency=config.resources.dependency if number == 1 else None,
@@ -180,7 +180,9 @@ def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
     profile = profiles.chosen(config.launch.profile)
     site = profiles.load(profile)
     resolved = programs.make_absolute(config)
-    launch = {"profile": profile, "network": config.launch.network or site.network}
+    network = {"network": config.launch.advanced.network or site.network}
+    advanced = resolved.launch.advanced.model_copy(update=network)
+    launch = {"profile": profile, "advanced": advanced}
     known = {
         "launch": resolved.launch.model_copy(update=launch),
         "resources": site.merge_shared(config.resources),
@@ -211,9 +213,9 @@ def make_run_dir(config: JobConfig, paths: RunPaths) -> None:
     """
     try:
         paths.root.parent.mkdir(parents=True, exist_ok=True)
-        with permissions.set_umask(permissions.UMASKS[config.launch.share]):
+        with permissions.set_umask(permissions.UMASKS[config.launch.advanced.share]):
             paths.root.mkdir()  # whoever makes it has the name
-        permissions.close_to_others(paths.root, permissions.UMASKS[config.launch.share])
+        permissions.close_to_others(paths.root, permissions.UMASKS[config.launch.advanced.share])
     except LaunchError:
         paths.root.rmdir()
         raise
@@ -227,7 +229,7 @@ def make_run_dir(config: JobConfig, paths: RunPaths) -> None:
             f"run_root = {str(config.run_root)!r}: {paths.root} cannot be made: {error.strerror}; "
             "choose a folder of yours that every node sees"
         ) from error
-    with permissions.set_umask(permissions.UMASKS[config.launch.share]):
+    with permissions.set_umask(permissions.UMASKS[config.launch.advanced.share]):
         RunSecret.create(paths.secret)
         for folder in (paths.submission, paths.control):
             folder.mkdir()

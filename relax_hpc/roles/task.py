@@ -25,19 +25,18 @@ from relax_hpc.runtime.watchdog import watch
 log = logging.getLogger(__name__)
 
 
-def run(run_dir: Path, context: TaskContext, bootstrap: str, role: Role[Any] | None = None) -> None:
+def run(run_dir: Path, context: TaskContext, bootstrap: str) -> None:
     """Runs one task until its role is done. Errors that it raises have been logged and recorded.
 
     Args:
         bootstrap: how the tasks of its component find each other.
-        role: of a component outside the table; the component's role by default.
 
     Raises:
         ConfigError: not a run directory, or a component that its job does not have.
     """
     paths, name = RunPaths(run_dir), context.component
     config = read_resolved(paths.config)
-    storage.settle(config.launch.peer_timeout_s, reserve=paths.reserve)
+    storage.settle(config.launch.advanced.peer_timeout_s, reserve=paths.reserve)
     logs.setup(name, context.rank, paths.log(name, str(context.rank)))
     with EventWriter(paths.events(name, context.rank), name, context.rank) as events:
         events.emit(
@@ -47,13 +46,14 @@ def run(run_dir: Path, context: TaskContext, bootstrap: str, role: Role[Any] | N
         allow_open_files()
         devices.hush()
         try:
-            address.settle(config.launch.network)
-            role = role or table.role_of(config, name)
-            kernel_cache.keep(os.environ, config.launch.kernel_cache)
+            address.settle(config.launch.advanced.network)
+            role = table.role_of(config, name)
+            kernel_cache.keep(os.environ, config.launch.advanced.kernel_cache)
             with watch(
                 paths.root, name, context.rank, context.start_id, context.node,
                 is_one_world=role.is_one_world,
-                least_s=config.launch.hang_timeout_s, most_s=config.launch.peer_timeout_s,
+                least_s=config.launch.advanced.hang_timeout_s,
+                most_s=config.launch.advanced.peer_timeout_s,
             ):  # fmt: skip
                 start(role, config, paths, context, bootstrap, events)
         except Exception as error:
@@ -106,5 +106,5 @@ def _join(
         size=context.size,
         rendezvous=paths.rendezvous(context.start_id),
         secret=RunSecret.read(paths.secret),
-        timeout_s=config.launch.peer_timeout_s + 60,
+        timeout_s=config.launch.advanced.peer_timeout_s + 60,
     )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from relax_hpc.config.job_file import read_resolved, with_overrides
 from relax_hpc.config.model import learning_rate
+from relax_hpc.config.moved import with_advanced
 from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import CheckpointError, ConfigError, show
 from relax_hpc.launch import record
@@ -18,20 +19,21 @@ from relax_hpc.sections import Resources
 
 _FREE = re.compile(
     r"(.+\.)?resources\.\w+"
-    r"|launch\.(max_restarts|peer_timeout_s|hang_timeout_s|idle_s|kernel_cache)"
+    r"|launch\.(max_restarts|advanced\.(peer_timeout_s|hang_timeout_s|idle_s|kernel_cache))"
     r"|\w+\.(save_every|keep_checkpoints|keep_every|save_hf_every)"
-    r"|bus\.keep_steps|weights\.(timeout_s|checksum_every)|(notify|boards)\.\w+"
-    r"|engines\.[^.]+\.(start_timeout_s|hang_timeout_s)"
+    r"|bus\.keep_steps|weights\.advanced\.(timeout_s|checksum_every)"
+    r"|(notify|boards)\.(advanced\.)?\w+|engines\.[^.]+\.advanced\.(start|hang)_timeout_s"
 )
 """Keys about where and how long a run computes, what it keeps, and notifications."""
 _COMPUTED = re.compile(
     r"(actor|critic|reference|teachers\.[^.]+)\.layout(\.\w+)?"
-    r"|actor\.(tokens_per_micro_batch|portion_micro_batches|attention|recomputed_passes)"
-    r"|actor\.(kept_logits_gib|tower_patches|features_gib|optimizer\.offload|transformer\.recompute_\w+)"
-    r"|engines\.[^.]+\.(count|engines_per_task|nodes_per_engine|max_running_requests|drain_slow)"
+    r"|actor\.(tokens_per_micro_batch|optimizer\.offload|transformer\.recompute_\w+)"
+    r"|actor\.advanced\.(portion_micro_batches|attention|recomputed_passes|kept_logits_gib)"
+    r"|actor\.advanced\.(tower_patches|features_gib)|engines\.[^.]+\.advanced\.drain_slow"
+    r"|engines\.[^.]+\.(count|engines_per_task|nodes_per_engine|max_running_requests)"
     r"|engines\.[^.]+\.args\.(tp_size|ep_size|mem_fraction_static|chunked_prefill_size)"
     r"|engines\.[^.]+\.args\.(max_prefill_tokens|max_total_tokens|cuda_graph_max_bs)"
-    r"|weights\.bucket_bytes|launch\.bootstrap"
+    r"|weights\.advanced\.bucket_bytes|launch\.advanced\.bootstrap"
 )
 """Keys about how the same is computed: ranks and memory. The order of sums changes."""
 _STEPS = ("schedule.num_steps", "sft.num_steps")
@@ -39,7 +41,7 @@ _TRAINED = "would change what is trained, and a run has one job for all its step
 _REASONS = {
     r"name|run_root": "is where the run is; move or rename its folder, and resume it there",
     r"launch\.profile": "was read when the run was submitted; set resources, which it has given",
-    r"launch\.share": "is said before anything is written that others would read or not",
+    r"launch\.advanced\.share": "is said before anything is written that others would read or not",
     r"launch\.layout|\w+\.placement|engines\.[^.]+\.(placement|kind)": (
         "a run has the components that its bus was made for"
     ),
@@ -98,8 +100,8 @@ def of_run(paths: RunPaths) -> list[Change]:
     if not numbers:
         return []
     launches = record.read(paths.root).all[::-1]
-    jobs = [read_json(paths.config_before(number)) or {} for number in numbers]
-    jobs.append(read_json(paths.config) or {})
+    files = [*map(paths.config_before, numbers), paths.config]
+    jobs = [with_advanced(read_json(file) or {}) for file in files]
     changes = [
         Change(
             number,

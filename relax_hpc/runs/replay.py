@@ -14,11 +14,13 @@ from typing import Any
 
 from relax_hpc.bus.plan import Chain, PlanPosition, PlanRecord, read_chain
 from relax_hpc.config import job_file
+from relax_hpc.config.actor import ActorConfig
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import BusError, ConfigError, LaunchError
 from relax_hpc.launch import script, states, submit
 from relax_hpc.launch.placement import Bootstrap, Component, place
-from relax_hpc.roles.actor.role import ACTOR, REPLAY, REPLAY_COMPONENT, Replay
+from relax_hpc.roles.context import Replay
+from relax_hpc.roles.table import ACTOR, REPLAY
 from relax_hpc.runs import changes, status, verdict
 from relax_hpc.runs.resume import check_resources
 from relax_hpc.runtime.files import permissions
@@ -32,11 +34,10 @@ from relax_hpc.trainer.checkpoints import store
 TOLERANCE = 1e-5
 """Tolerance for another grid: relative for the gradient's norm, absolute for a loss."""
 _FREE = re.compile(
-    r"actor\.(layout|resources)\.\w+|actor\.(tokens_per_micro_batch|attention)|resources\.\w+"
+    r"actor\.(layout|resources)\.\w+|actor\.tokens_per_micro_batch|actor\.advanced\.attention"
+    r"|resources\.\w+"
 )
 """Keys about how and where a step is computed."""
-_GRID = ("layout", "tokens_per_micro_batch", "attention")
-"""Keys of the actor that change the order of sums."""
 _POLL_S = {"local": 0.3, "slurm": 3.0}
 
 
@@ -124,7 +125,7 @@ def replay(
     say(_words(asked))
     folder, mode = _make(paths, config, asked), submit.mode_of(local=local)
     _wait(_start(folder, paths, config, mode), folder, say)
-    found = _steps(folder, REPLAY_COMPONENT)[step]
+    found = _steps(folder, REPLAY.name)[step]
     same = _is_same_grid(paths, config, range(asked.first, step + 1))
     return Compared(asked, folder.root, same, numbers(recorded, found))
 
@@ -141,9 +142,12 @@ def _jobs_of(paths: RunPaths, recorded: Sequence[Mapping[str, Any]]) -> list[Run
 def _is_same_grid(paths: RunPaths, config: RunConfig, trained: range) -> bool:
     recorded = _steps(paths, ACTOR.name)
     jobs = _jobs_of(paths, [recorded[step] for step in trained])
-    return all(
-        getattr(job.actor, key) == getattr(config.actor, key) for job in jobs for key in _GRID
-    )
+    return all(_grid(job.actor) == _grid(config.actor) for job in jobs)
+
+
+def _grid(actor: ActorConfig) -> tuple[object, ...]:
+    """Returns what changes the order of sums."""
+    return actor.layout, actor.tokens_per_micro_batch, actor.advanced.attention
 
 
 def change(was: RunConfig, overrides: Sequence[str]) -> RunConfig:
@@ -158,7 +162,7 @@ def change(was: RunConfig, overrides: Sequence[str]) -> RunConfig:
             raise ConfigError(
                 f"--set {override}: a step is trained again with the settings of its run; what may "
                 "differ is how and where: actor.layout, actor.resources, resources, "
-                "actor.tokens_per_micro_batch, actor.attention"
+                "actor.tokens_per_micro_batch, actor.advanced.attention"
             )
     tree = was.model_dump(mode="json")
     config = job_file.with_overrides(tree, overrides, source="replay --set")
@@ -292,10 +296,13 @@ def _start(
     component = component_of(config, mode)
     check_resources([component], mode)
     job = script.Job(
-        f"{config.name}-replay", folder.root, has_summary=False,
-        task=("-P", "-m", "relax_hpc.runs.replay_task"), umask=permissions.umask_of(paths.root),
-        comment=config.resources.comment, seen=paths.root.parent,
-    )  # fmt: skip
+        f"{config.name}-replay",
+        folder.root,
+        has_summary=False,
+        umask=permissions.umask_of(paths.root),
+        comment=config.resources.comment,
+        seen=paths.root.parent,
+    )
     planned = submit.Submission(folder.root, mode, "", (component,), 1, None)
     with permissions.set_umask(permissions.umask_of(paths.root)):
         return submit.start_job(planned, job, folder)
@@ -305,9 +312,7 @@ def component_of(config: RunConfig, mode: submit.Mode) -> Component:
     """Returns a replay's only component: the actor's ranks."""
     actor = next(each for each in place(config) if each.name == ACTOR.name)
     bootstrap: Bootstrap = "files" if actor.bootstrap == "files" or mode == "local" else "mpi"
-    return replace(
-        actor, name=REPLAY_COMPONENT, bootstrap=bootstrap, environment=REPLAY.environment
-    )
+    return replace(actor, name=REPLAY.name, bootstrap=bootstrap, environment=REPLAY.environment)
 
 
 def _wait(started: submit.Submission, folder: RunPaths, say: Callable[[str], None]) -> None:

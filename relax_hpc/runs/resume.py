@@ -80,7 +80,7 @@ def resume(
             say=say,
         )
     _compare_programs(paths.programs, say)
-    with permissions.set_umask(permissions.UMASKS[config.launch.share]):
+    with permissions.set_umask(permissions.UMASKS[config.launch.advanced.share]):
         row_gate.decide_media_once(config, paths, say=say, advance=advance)
     number = record.claim(paths, newest, sure=ended)
     planned = submit.plan(mode, config, components, number)
@@ -91,7 +91,7 @@ def resume(
             write_json(paths.config, config.model_dump(mode="json"))
             say("\n".join(changes))
         _deal(config, paths)
-        with permissions.set_umask(permissions.UMASKS[config.launch.share]):
+        with permissions.set_umask(permissions.UMASKS[config.launch.advanced.share]):
             return submit.start(planned, config, paths, newest)
     except MaybeQueuedError:
         raise  # the claim stays: there may be a job
@@ -118,7 +118,7 @@ def _undo(was: JobConfig | None, paths: RunPaths, number: int) -> None:
 def _deal(config: JobConfig, paths: RunPaths) -> None:
     """Redistributes unstarted prompts over the rollout tasks, if their number changed."""
     if isinstance(config, RunConfig) and paths.bus.header.exists():
-        with permissions.set_umask(permissions.UMASKS[config.launch.share]):
+        with permissions.set_umask(permissions.UMASKS[config.launch.advanced.share]):
             layout.deal(paths.bus, config.producers)
 
 
@@ -209,5 +209,5 @@ def check_resources(components: Sequence[Component], mode: submit.Mode) -> None:
 def _make_private(config: JobConfig, paths: RunPaths) -> None:
     """Adapts a run of an older version, which everybody may read, to current permissions."""
     if not paths.secret.exists():
-        permissions.close_to_others(paths.root, permissions.UMASKS[config.launch.share])
+        permissions.close_to_others(paths.root, permissions.UMASKS[config.launch.advanced.share])
         RunSecret.create(paths.secret)

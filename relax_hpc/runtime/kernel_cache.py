@@ -52,7 +52,7 @@ def keep(environment: MutableMapping[str, str], root: Path | None) -> None:
 
     Args:
         environment: of this process. A variable that the user has set stays.
-        root: `launch.kernel_cache`; None changes nothing.
+        root: `launch.advanced.kernel_cache`; None changes nothing.
 
     Raises:
         ConfigError: the folder cannot be made, or others may have written in it.
@@ -113,7 +113,7 @@ def _unfit(root: Path, error: OSError) -> ConfigError:
 
 
 def _key(root: Path) -> str:
-    return f"launch.kernel_cache = {str(root)!r}"
+    return f"launch.advanced.kernel_cache = {str(root)!r}"
 
 
 def _is_said(environment: Mapping[str, str], name: str) -> bool:

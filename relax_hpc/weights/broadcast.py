@@ -51,7 +51,7 @@ class MemberGroup:
         """Keeps `taught`, the members that know where weights go, up to date."""
         self.receivers, self.name, self._group = receivers, name, group
         self._config, self._threads, self._taught = config, threads, taught
-        self._exchange = Exchange(threads, config.timeout_s)
+        self._exchange = Exchange(threads, config.advanced.timeout_s)
         self._is_prepared = False
         self.is_served = False
         """Whether every member received a whole version."""
@@ -72,7 +72,7 @@ class MemberGroup:
             MemberError: members that refused, or did not join within `config.timeout_s`.
         """
         size = 1 + sum(member.num_ranks for member in receivers)
-        host, timeout_s = node_address(), config.timeout_s
+        host, timeout_s = node_address(), config.advanced.timeout_s
         store = open_store(host, size, timeout_s=timeout_s)
         # An engine takes a name once, and outlives trainers.
         name = f"relax-weights-{uuid.uuid4().hex[:8]}"
@@ -124,7 +124,7 @@ class MemberGroup:
         Raises:
             MemberError: members that failed or missed the deadline. The group is unusable then.
         """
-        deadline = time.monotonic() + self._config.timeout_s
+        deadline = time.monotonic() + self._config.advanced.timeout_s
         direct = {m: r for m, r in self.receivers.items() if m.takes_orders}
         ready, timers = set[Member](), update.timers
         if not self._is_prepared:
@@ -198,7 +198,7 @@ class MemberGroup:
         deadline: float,
         skipped: tuple[int, ...] = (),
     ) -> Receipts:
-        timeout_s = call_timeout_s(self._config.timeout_s)
+        timeout_s = call_timeout_s(self._config.advanced.timeout_s)
         order = Order(uuid.uuid4().hex[:8], self.name, task, timeout_s, skipped=skipped)
 
         def transfer(give_up: Callable[[], None]) -> None:

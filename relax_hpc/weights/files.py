@@ -279,7 +279,7 @@ class FileTransport(Transport):
             self._threads,
             live,
             lambda member: self._load(member, live[member], snapshot, check=update.check),
-            self._config.timeout_s,
+            self._config.advanced.timeout_s,
         )
         for part in ("pause", "load", "resume"):
             spent = [load.seconds[part] for load in loads.values()]
@@ -310,7 +310,11 @@ class FileTransport(Transport):
     def _load(
         self, member: Member, engine: EngineClient, snapshot: Snapshot, *, check: bool
     ) -> Loaded:
-        folder, version, timeout_s = snapshot.folder, snapshot.version, self._config.timeout_s
+        folder, version, timeout_s = (
+            snapshot.folder,
+            snapshot.version,
+            self._config.advanced.timeout_s,
+        )
         with self._use(folder):
             return load_snapshot(
                 member, engine, folder, version, timeout_s, self._notes, check=check

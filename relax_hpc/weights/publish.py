@@ -98,7 +98,7 @@ class Publisher:
         self._ranks, self._link, self._gather = ranks, link, gather
         self._buffers = link.buffers if link else Buffers(plan, device, count=_BUFFERS)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights")
-        self._loads = Loads(register, config.timeout_s)
+        self._loads = Loads(register, config.advanced.timeout_s)
         self._waits_for_loads = waits_for_loads
         self._transports = dict[Way, Transport]()
         self._failing_since, self._not_before = dict[Way, float](), dict[Way, float]()
@@ -261,7 +261,10 @@ class Publisher:
         self._not_before[way] = now + RETRY_S
         since = self._failing_since.setdefault(way, now)
         register = self._register
-        if now - since > self._config.timeout_s and register.version not in register.holds():
+        if (
+            now - since > self._config.advanced.timeout_s
+            and register.version not in register.holds()
+        ):
             raise problem
         log.error("%s; engines keep what they have; tried again in %.0f s", problem, RETRY_S)
         return str(problem)
@@ -317,7 +320,10 @@ class Publisher:
         if not delivery.resumed:
             with timers("resume"):
                 done, silent = each(
-                    self._threads, done, lambda engine: engine.resume(), self._config.timeout_s
+                    self._threads,
+                    done,
+                    lambda engine: engine.resume(),
+                    self._config.advanced.timeout_s,
                 )
         for member, reason in (delivery.failed | silent).items():
             register.fence(member, reason)
@@ -347,7 +353,7 @@ class Publisher:
                 continue
             resume = methodcaller("resume_memory", [tag])
             with timers(f"wake_{tag}"):
-                woken, failed = each(self._threads, asleep, resume, self._config.timeout_s)
+                woken, failed = each(self._threads, asleep, resume, self._config.advanced.timeout_s)
             for member in woken:
                 self._register.note_back(member, tag)
             for member, reason in failed.items():

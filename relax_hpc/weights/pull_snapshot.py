@@ -184,7 +184,7 @@ class SnapshotPublisher:
 
         Raises:
             FencedError: another trainer took over; its record stays.
-            SnapshotError: no snapshot could be written for `weights.timeout_s`.
+            SnapshotError: no snapshot could be written for `weights.advanced.timeout_s`.
         """
         timers, start, error = Timers(), time.perf_counter(), ""
         newest = Newest.read(self._paths)
@@ -257,7 +257,7 @@ class SnapshotPublisher:
         now = time.monotonic()
         self._not_before = now + RETRY_S
         since = self._lacks_since = self._lacks_since or now
-        if now - since > self._config.timeout_s:
+        if now - since > self._config.advanced.timeout_s:
             raise problem
         log.error("%s; tried again in %.0f s", problem, RETRY_S)
         return str(problem)

@@ -48,7 +48,7 @@ class Quantizer:
     """Quantises a model's weights: single tensors, a stream, or buckets."""
 
     def __init__(self, config: WeightsConfig) -> None:
-        self._kept = [*config.modules_to_not_convert, *TOWERS]
+        self._kept = [*config.advanced.modules_to_not_convert, *TOWERS]
         self.config_json = config.quantization_config
 
     @classmethod
@@ -165,7 +165,7 @@ def gather(
         specs: of the weights as the trainer has them, in the order of the model.
         gather: of buckets of at most `config.bucket_bytes`; this rank's end of it.
     """
-    plan = BucketPlan.of(specs, config.bucket_bytes)
+    plan = BucketPlan.of(specs, config.advanced.bucket_bytes)
     quantizer = Quantizer.of(config)
     if quantizer is None:
         return plan, gather

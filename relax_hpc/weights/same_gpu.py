@@ -60,7 +60,7 @@ class LaneLink:
     ) -> None:
         self.config, self.lane = config, world.rank
         self.buffers = Buffers(plan, device, count=_BUFFERS)
-        self.store = Store(start_store(world, timeout_s=config.timeout_s))
+        self.store = Store(start_store(world, timeout_s=config.advanced.timeout_s))
         self.sender = LaneSender(self.store, world.rank, self.buffers.share())
         if world.rank == 0:
             self.store.put(PLAN, plan.to_json())
@@ -79,14 +79,14 @@ class LaneLink:
         Raises:
             PeerTimeoutError: none came in the time rank 0 needs to wait for every engine.
         """
-        key, limit_s = f"word/{self._count}/{self.lane}", 3 * self.config.timeout_s
+        key, limit_s = f"word/{self._count}/{self.lane}", 3 * self.config.advanced.timeout_s
         self._count += 1
         deadline = time.monotonic() + limit_s
         while not self.store.has(key):
             if time.monotonic() > deadline:
                 raise PeerTimeoutError(f"rank 0 of the trainer said nothing for {limit_s:.0f} s")
             time.sleep(_POLL_S)
-        return _Word(**json.loads(self.store.take(key, timeout_s=self.config.timeout_s)))
+        return _Word(**json.loads(self.store.take(key, timeout_s=self.config.advanced.timeout_s)))
 
     def give(
         self,
@@ -129,7 +129,7 @@ def give_lane(
     try:
         word = link.hear()
         if link.lane in word.lanes:
-            deadline = time.monotonic() + link.config.timeout_s
+            deadline = time.monotonic() + link.config.advanced.timeout_s
             link.give(word.serial, outgoing, link.sender, deadline)
     finally:
         outgoing.drain()
@@ -146,7 +146,7 @@ class LaneTransport(JointTransport):
     def __init__(self, link: LaneLink, threads: ThreadPoolExecutor, ranks: TrainerRanks) -> None:
         super().__init__("lanes", threads, ranks)
         self._link = link
-        self._exchange = Exchange(threads, link.config.timeout_s)
+        self._exchange = Exchange(threads, link.config.advanced.timeout_s)
         self._prepared = set[Member]()
         self._has_told = False
 
@@ -154,7 +154,7 @@ class LaneTransport(JointTransport):
         return True
 
     def send(self, live: Engines, update: Update) -> Receipts:
-        deadline = time.monotonic() + self._link.config.timeout_s
+        deadline = time.monotonic() + self._link.config.advanced.timeout_s
         version, timers = update.version, update.timers
         with timers("pause"):
             self._exchange.pause(live, deadline)
@@ -190,7 +190,7 @@ class LaneTransport(JointTransport):
         deadline: float,
     ) -> Receipts:
         store, serial = self._link.store, uuid.uuid4().hex[:8]
-        timeout_s = call_timeout_s(self._link.config.timeout_s)
+        timeout_s = call_timeout_s(self._link.config.advanced.timeout_s)
         order = Order(serial, "", task, timeout_s, store.address)
         ranks = {member: _lanes(member) for member in receivers}
         orders = {m: [replace(order, lane=lane) for lane in ranks[m]] for m in receivers}

@@ -115,7 +115,9 @@ def main() -> None:
         help="prepare, towers or engine; repeatable; else all",
     )
     parser.add_argument("--shape", default="qwen3-vl-4b", help="a name, or a model's folder")
-    parser.add_argument("--tower-patches", type=int, help="patches at once, as actor.tower_patches")
+    parser.add_argument(
+        "--tower-patches", type=int, help="patches at once, as actor.advanced.tower_patches"
+    )
     parser.add_argument(
         "--mfu", type=float, default=0.45, help="of the language model, for the towers' share"
     )

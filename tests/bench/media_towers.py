@@ -38,7 +38,7 @@ class Work(NamedTuple):
     """Numbers of images whose peak memory is measured."""
     memory_size: Size = (1024, 1024)
     tower_patches: int = 8192
-    """Patches that go through the tower at once; see `actor.tower_patches`."""
+    """Patches that go through the tower at once; see `actor.advanced.tower_patches`."""
     repeats: int = 5
     shared: bool = False
     """Two ranks are measured without a second GPU, too."""

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from e2e_runs import cli, events_of, every_prompt_once, is_over, planned, submit, wait_until
+from e2e_runs import cli, events_of, every_prompt_once, is_over, planned, sized, submit, wait_until
 
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.tools import inventory
@@ -33,7 +33,7 @@ def score(response: str, answer: str, *, faults: bool = True):
 def broken(response, answer):
     return float(response == answer or " " in response) or 1 / 0  # as check asks, too
 """
-STEPS, MANY_STEPS, PROMPTS, SIBLINGS, HELDOUT = 10, 30, 8, 8, 32
+STEPS, PROMPTS, SIBLINGS, HELDOUT = 10, 8, 8, 32
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("slurm_cluster")]
 
@@ -46,25 +46,22 @@ def start(tiny, tmp_path):
     def submitted(name, function, **settings):
         return submit(
             "demo", tiny, local=False,
-            **{
-                "name": name, "run_root": tmp_path, "launch.profile": "local",
-                "schedule.num_steps": STEPS, "schedule.prompts_per_step": PROMPTS,
-                "schedule.max_staleness": 0, "rollout.samples_per_prompt": SIBLINGS,
-                "rollout.groups_per_shard": PROMPTS, "actor.optimizer.lr": 2e-4,
+            **sized(tmp_path, STEPS, PROMPTS, SIBLINGS, HELDOUT) | {
+                "name": name, "launch.profile": "local", "schedule.max_staleness": 0,
+                "rollout.advanced.groups_per_shard": PROMPTS, "actor.optimizer.lr": 2e-4,
                 "actor.optimizer.warmup_steps": 2, "actor.save_every": 100,
-                "eval.heldout.num_prompts": HELDOUT, "eval.heldout.every": 0,
-                "bus.keep_steps": MANY_STEPS, "reward.name": f"{tmp_path}/mine.py:{function}",
-                "reward.deadline_s": 0.3, "reward.memory_gib": 0.5,
+                "bus.keep_steps": STEPS, "reward.name": f"{tmp_path}/mine.py:{function}",
+                "reward.deadline_s": 0.3, "reward.advanced.memory_gib": 0.5,
             } | settings,
         ).run_dir  # fmt: skip
 
     return submitted
 
 
-def rows_of(run_dir, num_steps):
+def rows_of(run_dir):
     """(guid, sibling) -> reward and whether it failed, of all that was trained on."""
     paths, found = RunPaths(run_dir).bus, {}
-    for step in range(1, num_steps + 1):
+    for step in range(1, STEPS + 1):
         for record in inventory.of_steps(paths, step, step):
             index = Reader(paths).index(record)
             places = zip(index.guid.tolist(), index.sibling.tolist(), strict=True)
@@ -73,26 +70,22 @@ def rows_of(run_dir, num_steps):
     return found
 
 
-@pytest.mark.parametrize("num_steps", [STEPS, pytest.param(MANY_STEPS, marks=pytest.mark.soak)])
-def test_a_reward_that_hangs_dies_and_leaks_is_as_one_that_masks_those_samples(start, num_steps):
-    masked = {"reward.on_error": "mask", "reward.most_errors": 0.3, "schedule.num_steps": num_steps}
+def test_a_reward_that_hangs_dies_and_leaks_is_as_one_that_masks_those_samples(start):
+    masked = {"reward.on_error": "mask", "reward.advanced.most_errors": 0.3}
     runs = [
         start("faults", "score", **masked),
         start("masks", "score", **masked, **{"reward.args.faults": "false"}),
     ]
     curves, rows = [], []
     for run_dir in runs:
-        try:
-            now = wait_until(run_dir, is_over, 300)
-        finally:
-            cli("cancel", run_dir)
-        assert (now["state"], now["progress"]["steps_done"]) == ("COMPLETED", num_steps)
-        assert planned(run_dir) == every_prompt_once(num_steps, PROMPTS)
+        now = wait_until(run_dir, is_over, 300)
+        assert (now["state"], now["progress"]["steps_done"]) == ("COMPLETED", STEPS)
+        assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
         steps = events_of(run_dir, "actor", "step")
         curves.append([step["reward/mean"] for step in steps])
-        rows.append(found := rows_of(run_dir, num_steps))
+        rows.append(found := rows_of(run_dir))
         failed = sum(error for _, error in found.values())
-        assert len(found) == num_steps * PROMPTS * SIBLINGS
+        assert len(found) == STEPS * PROMPTS * SIBLINGS
         assert 0.02 < failed / len(found) < 0.15
         counted = now["progress"]["reward_errors"]
         assert (counted["samples"], counted["errors"]) == (len(found), failed)
@@ -106,16 +99,14 @@ def test_a_reward_that_hangs_dies_and_leaks_is_as_one_that_masks_those_samples(s
     assert first[0] == first[1], "what policy 0 said is scored, or failed, in the same way"
     one, other = map(np.array, curves)
     assert abs(one - other).mean() < 0.01, "they were equal in every bit when this was written"
-    assert num_steps < MANY_STEPS or one[-10:].mean() > one[:10].mean() + 0.03, "it learns"
 
 
 def test_a_run_whose_reward_fails_too_often_ends_and_names_samples(start):
     run_dir = start("broken", "broken")
-    try:
-        now = wait_until_it_fails(run_dir)
-    finally:
-        cli("cancel", run_dir)
-    assert "RewardError: reward.most_errors = 0.05: the reward failed for 2" in now["reason"]
+    now = wait_until_it_fails(run_dir)
+    assert (
+        "RewardError: reward.advanced.most_errors = 0.05: the reward failed for 2" in now["reason"]
+    )
     assert re.search(
         r"by guid/sibling, \d+ x ZeroDivisionError: .* \(mine.py:\d+\), first in \d+/\d;",
         now["reason"],

@@ -38,8 +38,8 @@ def submit_colocated(tiny, run_root, *, local, steps=STEPS, ranks=2, **settings)
         "schedule.prompts_per_step": PROMPTS,
         "rollout.samples_per_prompt": SIBLINGS,
         "actor.save_every": 2,
-        "weights.checksum_every": 1,
-        "weights.bucket_bytes": 100_000,
+        "weights.advanced.checksum_every": 1,
+        "weights.advanced.bucket_bytes": 100_000,
         "eval.heldout.every": 2,
         "eval.heldout.num_prompts": 16,
     }
@@ -75,16 +75,13 @@ def test_one_of_several_engines_that_a_task_keeps_on_the_actors_gpus_is_killed_a
     steps = 8
     several = {"engines.rollout.engines_per_task": 2, "reward.name": unhurried(tmp_path, 4)}
     run_dir = submit_colocated(tiny, tmp_path, local=True, steps=steps, **several)
-    try:
-        wait_until(run_dir, has_done(1), 100)
-        started = {event["id"]: event for event in events_of(run_dir, "rollout", "engine")}
-        assert sorted(started) == ["rollout-0.0", "rollout-0.1"]
-        kill(started["rollout-0.1"], "engine_pid")
-        wait_for(lambda: len(events_of(run_dir, "rollout", "engine")) > 2, 100)
-        hurry(tmp_path)
-        after = wait_until(run_dir, is_over, 150)
-    finally:
-        cli("cancel", run_dir)
+    wait_until(run_dir, has_done(1), 100)
+    started = {event["id"]: event for event in events_of(run_dir, "rollout", "engine")}
+    assert sorted(started) == ["rollout-0.0", "rollout-0.1"]
+    kill(started["rollout-0.1"], "engine_pid")
+    wait_for(lambda: len(events_of(run_dir, "rollout", "engine")) > 2, 100)
+    hurry(tmp_path)
+    after = wait_until(run_dir, is_over, 150)
     assert_complete(run_dir, after, steps)
     assert_the_lease_went_to_and_fro(run_dir, steps)
     assert [event["id"] for event in events_of(run_dir, "rollout", "engine")[2:]] == ["rollout-0.1"]
@@ -107,11 +104,8 @@ def test_slurm_runs_both_as_steps_of_one_component_in_turn(
         "engines.rollout.resources.srun": pretended,
     }
     run_dir = submit_colocated(tiny, tmp_path, local=False, **settings)
-    try:
-        during = wait_until(run_dir, has_done(1), 200)
-        after = wait_until(run_dir, is_over, 100)
-    finally:
-        cli("cancel", run_dir)
+    during = wait_until(run_dir, has_done(1), 200)
+    after = wait_until(run_dir, is_over, 100)
     job_id = during["job_id"]
     assert [(each["name"], each["job_id"]) for each in during["components"]] == [
         ("actor", job_id),
@@ -136,17 +130,14 @@ def test_an_engine_killed_in_its_sleep_and_an_actor_killed_while_engines_sleep_c
     steps = 6
     longer = {"algorithm.epochs_per_step": 6}
     run_dir = submit_colocated(tiny, tmp_path, local=True, steps=steps, ranks=1, **longer)
-    try:
-        wait_for(lambda: events_of(run_dir, "actor", "step"), 100)
-        wait_until_asleep(run_dir)
-        kill(newest(run_dir, "rollout", "engine"), "engine_pid")
-        wait_for(lambda: len(events_of(run_dir, "rollout", "engine")) == 2, 100)
-        wait_until_asleep(run_dir)
-        for actor in [event for event in events_of(run_dir, "actor", "start") if not event["rank"]]:
-            kill(actor, "pid")
-        after = wait_until(run_dir, is_over, 150)
-    finally:
-        cli("cancel", run_dir)
+    wait_for(lambda: events_of(run_dir, "actor", "step"), 100)
+    wait_until_asleep(run_dir)
+    kill(newest(run_dir, "rollout", "engine"), "engine_pid")
+    wait_for(lambda: len(events_of(run_dir, "rollout", "engine")) == 2, 100)
+    wait_until_asleep(run_dir)
+    for actor in [event for event in events_of(run_dir, "actor", "start") if not event["rank"]]:
+        kill(actor, "pid")
+    after = wait_until(run_dir, is_over, 150)
     assert_complete(run_dir, after, steps)
     assert len(events_of(run_dir, "rollout", "engine")) == 2  # the actor's end did it nothing
     assert max(event["start"] for event in events_of(run_dir, "actor", "start")) == 2

@@ -20,6 +20,7 @@ from e2e_runs import (
     has_done,
     is_over,
     planned,
+    sized,
     wait_until,
 )
 
@@ -99,15 +100,12 @@ def test_an_agent_is_a_program_and_what_it_was_told_is_trained_on_once_though_ro
 ):
     monkeypatch.chdir(folder)
     steps, mine = 4, said_in_the_job(of_an_agent=True)["rollout"]
-    settings = {
-        "name": "agent", "run_root": folder, "rollout.environment": mine["environment"],
+    settings = sized(folder, steps, PROMPTS, SIBLINGS, 4) | {
+        "name": "agent", "rollout.environment": mine["environment"],
         "rollout.program.command": json.dumps(mine["program"]["command"]),
-        "rollout.program.timeout_s": mine["program"]["timeout_s"],
-        "model.path": tiny / "model", "prompts.train": f"{tiny}/train.jsonl[0:512]",
-        "eval.heldout.path": tiny / "heldout.jsonl", "eval.heldout.num_prompts": 4,
-        "eval.heldout.every": 0, "schedule.num_steps": steps, "actor.save_every": 2,
-        "schedule.prompts_per_step": PROMPTS, "rollout.samples_per_prompt": SIBLINGS,
-        "rollout.groups_per_shard": 2, "bus.keep_steps": steps,
+        "rollout.program.timeout_s": mine["program"]["timeout_s"], "model.path": tiny / "model",
+        "prompts.train": f"{tiny}/train.jsonl[0:512]", "eval.heldout.path": tiny / "heldout.jsonl",
+        "actor.save_every": 2, "rollout.advanced.groups_per_shard": 2, "bus.keep_steps": steps,
         "engines.rollout.max_running_requests": 16,
     }  # fmt: skip
     job, own = REPOSITORY / "jobs" / "demo.toml", [f"--set={k}={v}" for k, v in settings.items()]

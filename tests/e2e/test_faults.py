@@ -16,6 +16,7 @@ from e2e_runs import (
     hurry,
     is_over,
     planned,
+    sized,
     status,
     submit,
     unhurried,
@@ -42,15 +43,9 @@ async def score(response):
 
 
 def submit_small(tiny, run_root, *, local, **settings):
-    small = {
-        "run_root": run_root,
-        "schedule.num_steps": STEPS,
-        "schedule.prompts_per_step": PROMPTS,
-        "rollout.samples_per_prompt": SIBLINGS,
-        "rollout.groups_per_shard": 4,
+    small = sized(run_root, STEPS, PROMPTS, SIBLINGS, 16) | {
+        "rollout.advanced.groups_per_shard": 4,
         "actor.save_every": 4,
-        "eval.heldout.every": 0,
-        "eval.heldout.num_prompts": 16,
     }
     return submit("demo", tiny, local=local, **small | settings).run_dir
 
@@ -88,34 +83,31 @@ def assert_complete(run_dir, after, engines=("rollout-0",)):
 def test_a_killed_engine_rollout_and_actor_go_on_where_they_were(tiny, tmp_path):
     slow = {"reward.name": unhurried(tmp_path)}  # or else the run may be over before the last kill
     run_dir = submit_small(tiny, tmp_path, local=True, **slow)
-    try:
-        wait_until(run_dir, has_done(2), 100)
-        actor = newest(run_dir, "actor", "start")["pid"]
-        os.kill(newest(run_dir, "rollout", "engine")["engine_pid"], signal.SIGKILL)
-        done = status(run_dir)["progress"]["steps_done"]
-        wait_until(run_dir, has_done(done + 3), 100)  # more than was ready: the new engine sampled
-        assert len(events_of(run_dir, "rollout", "engine")) == 2
-        assert len(events_of(run_dir, "rollout", "start")) == 1
-        assert "SIGKILL" in newest(run_dir, "rollout", "engine_end")["reason"]
-        kill_rollout(run_dir)
-        done = status(run_dir)["progress"]["steps_done"]
-        # Two steps more than what was ready: the restarted engine sampled for them.
-        wait_until(run_dir, has_done(done + 3), 100)
-        assert len(events_of(run_dir, "rollout", "start")) == 2
-        assert [start["pid"] for start in events_of(run_dir, "actor", "start")] == [actor]
-        assert psutil.pid_exists(actor) and shards_since(run_dir, 2)
+    wait_until(run_dir, has_done(2), 100)
+    actor = newest(run_dir, "actor", "start")["pid"]
+    os.kill(newest(run_dir, "rollout", "engine")["engine_pid"], signal.SIGKILL)
+    done = status(run_dir)["progress"]["steps_done"]
+    wait_until(run_dir, has_done(done + 3), 100)  # more than was ready: the new engine sampled
+    assert len(events_of(run_dir, "rollout", "engine")) == 2
+    assert len(events_of(run_dir, "rollout", "start")) == 1
+    assert "SIGKILL" in newest(run_dir, "rollout", "engine_end")["reason"]
+    kill_rollout(run_dir)
+    done = status(run_dir)["progress"]["steps_done"]
+    # Two steps more than what was ready: the restarted engine sampled for them.
+    wait_until(run_dir, has_done(done + 3), 100)
+    assert len(events_of(run_dir, "rollout", "start")) == 2
+    assert [start["pid"] for start in events_of(run_dir, "actor", "start")] == [actor]
+    assert psutil.pid_exists(actor) and shards_since(run_dir, 2)
 
-        rollout = newest(run_dir, "rollout", "start")["pid"]
-        os.kill(actor, signal.SIGKILL)
-        wait_until(run_dir, lambda _: len(events_of(run_dir, "actor", "resume")) == 1, 100)
-        resumed = newest(run_dir, "actor", "resume")["step"]
-        assert resumed % 4 == 0 and 0 < resumed <= newest(run_dir, "actor", "step")["step"]
-        hurry(tmp_path)
-        after = wait_until(run_dir, is_over, 150)
-        assert newest(run_dir, "rollout", "start")["pid"] == rollout
-        assert_complete(run_dir, after)
-    finally:
-        cli("cancel", run_dir)
+    rollout = newest(run_dir, "rollout", "start")["pid"]
+    os.kill(actor, signal.SIGKILL)
+    wait_until(run_dir, lambda _: len(events_of(run_dir, "actor", "resume")) == 1, 100)
+    resumed = newest(run_dir, "actor", "resume")["step"]
+    assert resumed % 4 == 0 and 0 < resumed <= newest(run_dir, "actor", "step")["step"]
+    hurry(tmp_path)
+    after = wait_until(run_dir, is_over, 150)
+    assert newest(run_dir, "rollout", "start")["pid"] == rollout
+    assert_complete(run_dir, after)
 
 
 def test_the_last_evaluation_is_made_once_though_the_run_ends_and_rollout_dies_during_it(
@@ -135,60 +127,27 @@ def test_the_last_evaluation_is_made_once_though_the_run_ends_and_rollout_dies_d
         [*found] = (run_dir / "eval" / "heldout").glob("after-2.0-of-1.part")
         return len(found[0].read_text().splitlines()) if found else 0
 
-    try:
-        wait_until(run_dir, has_done(1), 100)
-        (tmp_path / "slowly").touch()
-        wait_for(lambda: part() >= 2, 60)
-        kill_rollout(run_dir)
-        starts = len(events_of(run_dir, "rollout", "start"))
-        wait_for(lambda: len(events_of(run_dir, "rollout", "start")) > starts, 60)
-        before = part()
-        wait_for(lambda: part() > before, 90)
-        cli("cancel", run_dir)
-        assert not events_of(run_dir, "rollout", "eval")[1:]
-        (tmp_path / "slowly").unlink()
-        cli("resume", run_dir, "--local")
-        after = wait_until(run_dir, is_over, 150)
-        assert after["state"] == "COMPLETED"
-        assert after["progress"]["heldout_after"] is not None
-        [last] = [e for e in events_of(run_dir, "rollout", "eval") if e["when"] == "after"]
-        assert (last["version"], last["version_max"], last["num_samples"]) == (2, 2, 24)
-        [file] = (run_dir / "eval" / "heldout").glob("*-after-2.0.jsonl")
-        assert len(file.read_text().splitlines()) == 24
-        steps = [event["step"] for event in events_of(run_dir, "actor", "step")]
-        assert steps == [1, 2]
-    finally:
-        cli("cancel", run_dir)
-
-
-def test_of_several_engines_in_a_task_one_is_killed_and_the_others_go_on(tiny, tmp_path):
-    several = {
-        "engines.rollout.count": 3, "engines.rollout.engines_per_task": 3,
-        "reward.name": unhurried(tmp_path),
-    }  # fmt: skip
-    run_dir = submit_small(tiny, tmp_path, local=True, **several)
-    names = [f"rollout-0.{index}" for index in range(3)]
-    try:
-        wait_until(run_dir, has_done(2), 100)
-        started = {event["id"]: event for event in events_of(run_dir, "rollout", "engine")}
-        assert sorted(started) == names
-        actor = newest(run_dir, "actor", "start")["pid"]
-        os.kill(actor, signal.SIGSTOP)  # or else the run may be over before the engine is back
-        hurry(tmp_path)
-        os.kill(started["rollout-0.1"]["engine_pid"], signal.SIGKILL)
-        wait_until(run_dir, lambda _: len(events_of(run_dir, "rollout", "engine")) == 4, 100)
-        os.kill(actor, signal.SIGCONT)
-        after = wait_until(run_dir, is_over, 200)
-        [end] = events_of(run_dir, "rollout", "engine_end")
-        assert end["id"] == "rollout-0.1" and "SIGKILL" in end["reason"]
-        again = [event["id"] for event in events_of(run_dir, "rollout", "engine")[3:]]
-        assert again == ["rollout-0.1"]
-        assert len(events_of(run_dir, "rollout", "start")) == 1
-        assert_complete(run_dir, after, engines=names)
-    finally:
-        cli("cancel", run_dir)
-    logs = {path.name for path in (run_dir / "logs").glob("engine-*")}
-    assert len(logs) == 4 and sum("rollout-0.1-" in name for name in logs) == 2
+    wait_until(run_dir, has_done(1), 100)
+    (tmp_path / "slowly").touch()
+    wait_for(lambda: part() >= 2, 60)
+    kill_rollout(run_dir)
+    starts = len(events_of(run_dir, "rollout", "start"))
+    wait_for(lambda: len(events_of(run_dir, "rollout", "start")) > starts, 60)
+    before = part()
+    wait_for(lambda: part() > before, 90)
+    cli("cancel", run_dir)
+    assert not events_of(run_dir, "rollout", "eval")[1:]
+    (tmp_path / "slowly").unlink()
+    cli("resume", run_dir, "--local")
+    after = wait_until(run_dir, is_over, 150)
+    assert after["state"] == "COMPLETED"
+    assert after["progress"]["heldout_after"] is not None
+    [last] = [e for e in events_of(run_dir, "rollout", "eval") if e["when"] == "after"]
+    assert (last["version"], last["version_max"], last["num_samples"]) == (2, 2, 24)
+    [file] = (run_dir / "eval" / "heldout").glob("*-after-2.0.jsonl")
+    assert len(file.read_text().splitlines()) == 24
+    steps = [event["step"] for event in events_of(run_dir, "actor", "step")]
+    assert steps == [1, 2]
 
 
 JUDGED = """
@@ -212,23 +171,20 @@ def test_a_killed_rollout_step_and_a_judge_go_on_under_slurm_while_the_trainer_s
             "reward.name": f"{tmp_path}/judge.py:score", "reward.deadline_s": 60,
         },
     )  # fmt: skip
-    try:
-        before = wait_until(run_dir, has_done(3), 100)
-        judged = {row["pool"]: row for row in before["engines"]}["judge"]
-        assert (judged["id"], judged["state"], judged["version"]) == ("judge-0", "HEALTHY", "fixed")
-        assert judged["node"] in [c["nodes"] for c in before["components"] if c["name"] == "judge"]
-        actor = newest(run_dir, "actor", "start")["pid"]
-        os.kill(newest(run_dir, "judge", "engine")["engine_pid"], signal.SIGKILL)
-        kill_rollout(run_dir)
-        wait_until(run_dir, judge_is_back(run_dir), 60)
-        after = wait_until(run_dir, is_over, 200)
-        assert len(events_of(run_dir, "judge", "engine")) == 2
-        assert len(events_of(run_dir, "judge", "start")) == 1
-        assert len(events_of(run_dir, "rollout", "start")) == 2 and shards_since(run_dir, 2)
-        assert [start["pid"] for start in events_of(run_dir, "actor", "start")] == [actor]
-        assert_complete(run_dir, after)
-    finally:
-        cli("cancel", run_dir)
+    before = wait_until(run_dir, has_done(3), 100)
+    judged = {row["pool"]: row for row in before["engines"]}["judge"]
+    assert (judged["id"], judged["state"], judged["version"]) == ("judge-0", "HEALTHY", "fixed")
+    assert judged["node"] in [c["nodes"] for c in before["components"] if c["name"] == "judge"]
+    actor = newest(run_dir, "actor", "start")["pid"]
+    os.kill(newest(run_dir, "judge", "engine")["engine_pid"], signal.SIGKILL)
+    kill_rollout(run_dir)
+    wait_until(run_dir, judge_is_back(run_dir), 60)
+    after = wait_until(run_dir, is_over, 200)
+    assert len(events_of(run_dir, "judge", "engine")) == 2
+    assert len(events_of(run_dir, "judge", "start")) == 1
+    assert len(events_of(run_dir, "rollout", "start")) == 2 and shards_since(run_dir, 2)
+    assert [start["pid"] for start in events_of(run_dir, "actor", "start")] == [actor]
+    assert_complete(run_dir, after)
 
 
 @pytest.mark.usefixtures("slurm_cluster")
@@ -244,26 +200,23 @@ def test_a_killed_rollout_task_starts_again_alone_while_the_other_on_its_node_go
     def starts(rank):
         return [e for e in events_of(run_dir, "rollout", "start") if e["rank"] == rank]
 
-    try:
-        wait_until(run_dir, has_done(2), 200)
-        os.kill(starts(1)[-1]["pid"], signal.SIGKILL)
-        wait_until(run_dir, lambda _: len(starts(1)) == 2, 100)
-        assert verdict.read(run_dir).words.startswith("rollout-1: start 1 killed by SIGKILL on n")
-        assert psutil.pid_exists(starts(0)[0]["pid"])
-        hurry(tmp_path)
-        after = wait_until(run_dir, is_over, 300)
-        assert [e["start"] for e in starts(0)] == [1] and [e["start"] for e in starts(1)] == [1, 2]
-        assert len({e["node"] for rank in range(2) for e in starts(rank)}) == 1
-        assert after["progress"]["restarts"] == {"rollout": 1}
-        engines = [e["id"] for e in events_of(run_dir, "rollout", "engine")]
-        assert sorted(engines) == ["rollout-0", "rollout-1", "rollout-1"]
-        assert_complete(run_dir, after, ("rollout-0", "rollout-1"))
-        [component] = [c for c in after["components"] if c["name"] == "rollout"]
-        assert (component["finished_tasks"], component["tasks"]) == (2, 2)
-        for rank in range(2):
-            assert list((run_dir / "submission" / "rollout").glob(f"*_{rank}_log.out"))
-    finally:
-        cli("cancel", run_dir)
+    wait_until(run_dir, has_done(2), 200)
+    os.kill(starts(1)[-1]["pid"], signal.SIGKILL)
+    wait_until(run_dir, lambda _: len(starts(1)) == 2, 100)
+    assert verdict.read(run_dir).words.startswith("rollout-1: start 1 killed by SIGKILL on n")
+    assert psutil.pid_exists(starts(0)[0]["pid"])
+    hurry(tmp_path)
+    after = wait_until(run_dir, is_over, 300)
+    assert [e["start"] for e in starts(0)] == [1] and [e["start"] for e in starts(1)] == [1, 2]
+    assert len({e["node"] for rank in range(2) for e in starts(rank)}) == 1
+    assert after["progress"]["restarts"] == {"rollout": 1}
+    engines = [e["id"] for e in events_of(run_dir, "rollout", "engine")]
+    assert sorted(engines) == ["rollout-0", "rollout-1", "rollout-1"]
+    assert_complete(run_dir, after, ("rollout-0", "rollout-1"))
+    [component] = [c for c in after["components"] if c["name"] == "rollout"]
+    assert (component["finished_tasks"], component["tasks"]) == (2, 2)
+    for rank in range(2):
+        assert list((run_dir / "submission" / "rollout").glob(f"*_{rank}_log.out"))
 
 
 def judge_is_back(run_dir):

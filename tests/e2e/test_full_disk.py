@@ -12,6 +12,7 @@ from e2e_runs import (
     hurry,
     is_over,
     planned,
+    sized,
     status,
     submit,
     unhurried,
@@ -31,11 +32,9 @@ def test_a_run_holds_while_its_disk_is_full_and_completes_with_nobody_started_ag
     tiny, tmp_path, seconds
 ):
     with small_tmpfs(tmp_path / "disk", MEGABYTES) as run_root:
-        settings = {
-            "run_root": run_root, "reward.name": unhurried(tmp_path),
-            "schedule.num_steps": STEPS, "schedule.prompts_per_step": PROMPTS,
-            "rollout.samples_per_prompt": SIBLINGS, "rollout.groups_per_shard": 4,
-            "actor.save_every": 2, "eval.heldout.every": 0, "eval.heldout.num_prompts": 16,
+        settings = sized(run_root, STEPS, PROMPTS, SIBLINGS, 16) | {
+            "reward.name": unhurried(tmp_path), "rollout.advanced.groups_per_shard": 4,
+            "actor.save_every": 2,
         }  # fmt: skip
         run_dir = submit("demo", tiny, local=True, **settings).run_dir
         try:

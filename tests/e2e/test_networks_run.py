@@ -58,7 +58,8 @@ def test_a_run_over_two_nodes_completes_though_their_names_lead_to_the_wrong_net
         "eval.heldout.num_prompts=8", f"run_root={tmp_path}", "name=two", "schedule.num_steps=2",
         "schedule.prompts_per_step=4", "rollout.samples_per_prompt=4", "engines.rollout.count=1",
         "engines.rollout.resources.nodes=1",
-        "launch.bootstrap=files", "launch.max_restarts=0", "launch.peer_timeout_s=120",
+        "launch.advanced.bootstrap=files", "launch.advanced.peer_timeout_s=120",
+        "launch.max_restarts=0",
     ]  # fmt: skip
     job = job_file.load(REPOSITORY / "jobs" / "tiny" / "arithmetic.toml", overrides)
     config, components = submit.resolve(job)

@@ -12,6 +12,7 @@ from e2e_runs import (
     hurry,
     is_over,
     planned,
+    sized,
     status,
     submit,
     unhurried,
@@ -55,33 +56,28 @@ def go_on(run_dir, tasks):
 def test_two_tasks_then_one_then_three_train_on_every_prompt_once_and_keep_what_was_begun(
     tiny, tmp_path
 ):
-    settings = {
-        "run_root": tmp_path, "reward.name": unhurried(tmp_path, 1.0),
-        "engines.rollout.count": 2, "engines.rollout.max_running_requests": 64,
-        "schedule.num_steps": STEPS, "schedule.prompts_per_step": PROMPTS,
-        "rollout.samples_per_prompt": SIBLINGS, "rollout.groups_per_shard": 2,
-        "actor.save_every": 1000, "eval.heldout.every": 0, "eval.heldout.num_prompts": 8,
+    settings = sized(tmp_path, STEPS, PROMPTS, SIBLINGS, 8) | {
+        "reward.name": unhurried(tmp_path, 1.0), "engines.rollout.count": 2,
+        "engines.rollout.max_running_requests": 64, "rollout.advanced.groups_per_shard": 2,
+        "actor.save_every": 1000,
     }  # fmt: skip
     run_dir = submit("demo", tiny, local=True, **settings).run_dir
-    try:
-        wait_until(run_dir, has_done(1), 120)
-        kept = [break_off(run_dir, 2)]
-        go_on(run_dir, 1)
-        wait_until(run_dir, has_done(3), 120)
-        kept.append(break_off(run_dir, 1))
-        hurry(tmp_path)
-        go_on(run_dir, 3)
-        now = wait_until(run_dir, is_over, 120)
-        assert now["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
-        assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
-        assert [e["step"] for e in events_of(run_dir, "actor", "step")] == [*range(1, STEPS + 1)]
-        counts = now["progress"]["trajectories"]
-        assert counts["committed"] == counts["trained"] == STEPS * PROMPTS * SIBLINGS
-        assert counts["trained_twice"] == 0
-        gone_on = [e["num_tokens"] for e in events_of(run_dir, "rollout", "continued")]
-        assert all(kept) and sum(gone_on) == sum(kept), (kept, gone_on)
-        assert now["progress"]["redone"]["tokens_sampled_again"] == 0
-        scored = [e for e in events_of(run_dir, "rollout", "eval") if e["when"] == "after"]
-        assert sorted((e["rank"], e["tasks"]) for e in scored) == [(0, 3), (1, 3), (2, 3)]
-    finally:
-        cli("cancel", run_dir)
+    wait_until(run_dir, has_done(1), 120)
+    kept = [break_off(run_dir, 2)]
+    go_on(run_dir, 1)
+    wait_until(run_dir, has_done(3), 120)
+    kept.append(break_off(run_dir, 1))
+    hurry(tmp_path)
+    go_on(run_dir, 3)
+    now = wait_until(run_dir, is_over, 120)
+    assert now["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
+    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    assert [e["step"] for e in events_of(run_dir, "actor", "step")] == [*range(1, STEPS + 1)]
+    counts = now["progress"]["trajectories"]
+    assert counts["committed"] == counts["trained"] == STEPS * PROMPTS * SIBLINGS
+    assert counts["trained_twice"] == 0
+    gone_on = [e["num_tokens"] for e in events_of(run_dir, "rollout", "continued")]
+    assert all(kept) and sum(gone_on) == sum(kept), (kept, gone_on)
+    assert now["progress"]["redone"]["tokens_sampled_again"] == 0
+    scored = [e for e in events_of(run_dir, "rollout", "eval") if e["when"] == "after"]
+    assert sorted((e["rank"], e["tasks"]) for e in scored) == [(0, 3), (1, 3), (2, 3)]

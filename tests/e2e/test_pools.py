@@ -7,7 +7,7 @@ import os
 import signal
 
 import pytest
-from e2e_runs import console, events_of, has_done, is_over, status, submit, wait_until
+from e2e_runs import events_of, has_done, is_over, status, submit, wait_until
 
 from relax_hpc.inference import members
 from relax_hpc.inference.members import Roster
@@ -57,33 +57,30 @@ def test_a_fixed_pool_answers_as_ever_while_the_policys_is_updated_and_after_its
         actor__optimizer__lr=0.05, rollout__samples_per_prompt=4,
         eval__heldout__every=0, eval__heldout__num_prompts=HELDOUT,
         reward__name=f"{tmp_path}/judge.py:score", reward__deadline_s=60,
-        engines__judge__start_timeout_s=200,
+        engines__judge__advanced__start_timeout_s=200,
         engines__judge__max_running_requests=8,
     ).run_dir  # fmt: skip
     paths = RunPaths(run_dir)
-    try:
-        first = ask(run_dir)  # waits until it is healthy
-        wait_until(run_dir, has_done(2), 100)
-        assert Roster.read(paths).version >= 1
-        again = ask(run_dir)
-        assert again.token_ids == first.token_ids and len(first.token_ids) == ROOM
-        # The very same weights, and other requests beside it.
-        assert list(again.logprobs) == pytest.approx(list(first.logprobs), abs=1e-5)
-        os.kill(newest(run_dir, "judge", "engine")["engine_pid"], signal.SIGKILL)
-        done = status(run_dir)["progress"]["steps_done"]
-        assert ask(run_dir).token_ids == first.token_ids
-        assert len(events_of(run_dir, "judge", "engine")) == 2
-        assert members.find(paths, "judge-0").pool == "judge"
-        wait_until(run_dir, has_done(min(done + 1, STEPS)), 100)
-        after = wait_until(run_dir, is_over, 200)
-        assert after["state"] == "COMPLETED"
-        # Who is given weights, and whose checksums are compared: the policy's engines alone.
-        assert after["progress"]["weight_versions"] == {"trainer": STEPS, "rollout-0": STEPS}
-        assert list(Roster.read(paths).members) == ["rollout-0"]
-        assert members.find(paths, "judge-0").state == "GONE"
-        assert [event["start"] for event in events_of(run_dir, "judge", "start")] == [1]
-        assert events_of(run_dir, "judge", "end")
-        assert scores(run_dir, "before") == [1.0] * HELDOUT
-        assert sum(scores(run_dir, "after")) < HELDOUT, "the policy has moved, the judge has not"
-    finally:
-        console("cancel", run_dir)
+    first = ask(run_dir)  # waits until it is healthy
+    wait_until(run_dir, has_done(2), 100)
+    assert Roster.read(paths).version >= 1
+    again = ask(run_dir)
+    assert again.token_ids == first.token_ids and len(first.token_ids) == ROOM
+    # The very same weights, and other requests beside it.
+    assert list(again.logprobs) == pytest.approx(list(first.logprobs), abs=1e-5)
+    os.kill(newest(run_dir, "judge", "engine")["engine_pid"], signal.SIGKILL)
+    done = status(run_dir)["progress"]["steps_done"]
+    assert ask(run_dir).token_ids == first.token_ids
+    assert len(events_of(run_dir, "judge", "engine")) == 2
+    assert members.find(paths, "judge-0").pool == "judge"
+    wait_until(run_dir, has_done(min(done + 1, STEPS)), 100)
+    after = wait_until(run_dir, is_over, 200)
+    assert after["state"] == "COMPLETED"
+    # Who is given weights, and whose checksums are compared: the policy's engines alone.
+    assert after["progress"]["weight_versions"] == {"trainer": STEPS, "rollout-0": STEPS}
+    assert list(Roster.read(paths).members) == ["rollout-0"]
+    assert members.find(paths, "judge-0").state == "GONE"
+    assert [event["start"] for event in events_of(run_dir, "judge", "start")] == [1]
+    assert events_of(run_dir, "judge", "end")
+    assert scores(run_dir, "before") == [1.0] * HELDOUT
+    assert sum(scores(run_dir, "after")) < HELDOUT, "the policy has moved, the judge has not"

@@ -13,6 +13,7 @@ from e2e_runs import (
     hurry,
     is_over,
     planned,
+    sized,
     submit,
     unhurried,
     wait_for,
@@ -44,16 +45,13 @@ def preempt():
 def test_rollout_that_is_preempted_every_30_s_loses_nothing_and_training_goes_on(
     tiny, tmp_path, two_nodes
 ):
-    settings = {
-        "run_root": tmp_path, "launch.profile": "local",
-        "reward.name": unhurried(tmp_path, SECONDS_A_REWARD),
-        "launch.layout": "separate", "launch.idle_s": 600, "weights.transport": "files",
+    settings = sized(tmp_path, STEPS, PROMPTS, 4, 8) | {
+        "launch.profile": "local", "reward.name": unhurried(tmp_path, SECONDS_A_REWARD),
+        "launch.layout": "separate", "launch.advanced.idle_s": 600, "weights.transport": "files",
         "engines.rollout.resources.cpus_per_task": 8, "actor.resources.cpus_per_task": 8,
         "engines.rollout.resources.partition": "low", "actor.resources.partition": "main",
-        "schedule.num_steps": STEPS, "schedule.prompts_per_step": PROMPTS,
-        "schedule.max_staleness": 4, "rollout.samples_per_prompt": 4,
-        "rollout.groups_per_shard": 2, "actor.save_every": 1000,
-        "eval.heldout.every": 0, "eval.heldout.num_prompts": 8,
+        "schedule.max_staleness": 4, "rollout.advanced.groups_per_shard": 2,
+        "actor.save_every": 1000,
     }  # fmt: skip
     run_dir = submit("demo", tiny, local=False, **settings).run_dir
 
@@ -63,23 +61,20 @@ def test_rollout_that_is_preempted_every_30_s_loses_nothing_and_training_goes_on
     def attempts():
         return len(events_of(run_dir, "rollout", "start"))
 
-    try:
-        wait_for(steps, 100)
-        for number in range(1, TIMES + 1):
-            begun, before = time.monotonic(), len(steps())
-            preempt()
-            assert len(steps()) < STEPS, "it is preempted while there is something to do"
-            wait_for(lambda number=number: attempts() > number, 120)
-            wait_for(lambda before=before: len(steps()) > before, 100)
-            time.sleep(max(0.0, EVERY_S - (time.monotonic() - begun)) * (number < TIMES))
-        hurry(tmp_path)
-        now = wait_until(run_dir, is_over, 200)
-        assert now["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
-        assert steps() == [*range(1, STEPS + 1)], "none is trained again"
-        assert len(events_of(run_dir, "actor", "start")) == 1 and attempts() == TIMES + 1
-        assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
-        assert now["progress"]["trajectories"]["trained_twice"] == 0
-        assert now["progress"]["redone"]["tokens_sampled_again"] == 0
-        assert now["progress"]["max_staleness_seen"] <= 4
-    finally:
-        cli("cancel", run_dir)
+    wait_for(steps, 100)
+    for number in range(1, TIMES + 1):
+        begun, before = time.monotonic(), len(steps())
+        preempt()
+        assert len(steps()) < STEPS, "it is preempted while there is something to do"
+        wait_for(lambda number=number: attempts() > number, 120)
+        wait_for(lambda before=before: len(steps()) > before, 100)
+        time.sleep(max(0.0, EVERY_S - (time.monotonic() - begun)) * (number < TIMES))
+    hurry(tmp_path)
+    now = wait_until(run_dir, is_over, 200)
+    assert now["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
+    assert steps() == [*range(1, STEPS + 1)], "none is trained again"
+    assert len(events_of(run_dir, "actor", "start")) == 1 and attempts() == TIMES + 1
+    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    assert now["progress"]["trajectories"]["trained_twice"] == 0
+    assert now["progress"]["redone"]["tokens_sampled_again"] == 0
+    assert now["progress"]["max_staleness_seen"] <= 4

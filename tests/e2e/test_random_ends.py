@@ -10,6 +10,7 @@ from e2e_runs import (
     hurry,
     is_over,
     planned,
+    sized,
     submit,
     wait_until,
 )
@@ -35,14 +36,11 @@ def submit_slow(tiny, folder, steps, seconds=1.2, **settings):
     folder.mkdir(exist_ok=True)
     (folder / "slow_sums.py").write_text(REWARD.replace("SECONDS", str(seconds)))
     (folder / "slowly").touch()
-    small = {
-        "run_root": folder, "launch.profile": "local",
-        "reward.name": f"{folder}/slow_sums.py:score",
-        "schedule.num_steps": steps, "schedule.prompts_per_step": PROMPTS,
-        "rollout.samples_per_prompt": SIBLINGS, "rollout.groups_per_shard": 4,
-        "launch.max_restarts": 1000, "actor.save_every": SAVE_EVERY,
-        "actor.layout.data_parallel": 2, "actor.optimizer.lr": 1e-4,
-        "eval.heldout.every": 0, "eval.heldout.num_prompts": 512,
+    small = sized(folder, steps, PROMPTS, SIBLINGS, 512) | {
+        "launch.profile": "local", "reward.name": f"{folder}/slow_sums.py:score",
+        "rollout.advanced.groups_per_shard": 4, "launch.max_restarts": 1000,
+        "actor.save_every": SAVE_EVERY, "actor.layout.data_parallel": 2,
+        "actor.optimizer.lr": 1e-4,
     }  # fmt: skip
     return submit("demo", tiny, local=False, **small | settings).run_dir
 

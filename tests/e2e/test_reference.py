@@ -13,6 +13,7 @@ from e2e_runs import (
     hurry,
     is_over,
     planned,
+    sized,
     submit,
     unhurried,
     wait_for,
@@ -30,20 +31,14 @@ STEPS, PROMPTS, SIBLINGS = 8, 4, 4
 
 
 def submit_small(tiny, run_root, **settings):
-    small = {
-        "run_root": run_root,
-        "schedule.num_steps": STEPS,
-        "schedule.prompts_per_step": PROMPTS,
+    small = sized(run_root, STEPS, PROMPTS, SIBLINGS, 4) | {
         "algorithm.kl.name": "k3",
         "algorithm.kl.coefficient": 0.01,
         "algorithm.epochs_per_step": 1,
         "algorithm.loss.name": "policy_gradient",
-        "rollout.samples_per_prompt": SIBLINGS,
-        "rollout.groups_per_shard": 4,
+        "rollout.advanced.groups_per_shard": 4,
         "actor.save_every": 3,
         "bus.keep_steps": STEPS,
-        "eval.heldout.every": 0,
-        "eval.heldout.num_prompts": 4,
     }
     return submit("demo", tiny, local=True, **small | settings).run_dir
 
@@ -72,14 +67,11 @@ def test_a_reference_component_that_is_killed_scores_every_row_as_hugging_face_d
 
     own = {"reference.placement": "own", "reward.name": unhurried(tmp_path)}
     run_dir = submit_small(tiny, tmp_path, **own)
-    try:
-        wait_for(lambda: events_of(run_dir, "actor", "step"), 150)
-        actor = events_of(run_dir, "actor", "start")[-1]["pid"]
-        os.kill(events_of(run_dir, "reference", "start")[-1]["pid"], signal.SIGKILL)
-        hurry(tmp_path)
-        after = wait_until(run_dir, is_over, 200)
-    finally:
-        cli("cancel", run_dir)
+    wait_for(lambda: events_of(run_dir, "actor", "step"), 150)
+    actor = events_of(run_dir, "actor", "start")[-1]["pid"]
+    os.kill(events_of(run_dir, "reference", "start")[-1]["pid"], signal.SIGKILL)
+    hurry(tmp_path)
+    after = wait_until(run_dir, is_over, 200)
     assert_complete(run_dir, after)
     assert len(events_of(run_dir, "reference", "start")) == 2
     assert [start["pid"] for start in events_of(run_dir, "actor", "start")] == [actor]
@@ -109,15 +101,12 @@ def test_a_resumed_actor_has_the_reference_that_it_had(tiny, tmp_path):
             "reward.name": unhurried(tmp_path),
         },
     )
-    try:
-        wait_for(lambda: events_of(run_dir, "actor", "checkpoint"), 150)
-        wait_for(lambda: events_of(run_dir, "actor", "step")[-1]["step"] % 5 in (3, 4))
-        before = {each["step"]: each for each in events_of(run_dir, "actor", "step")}
-        os.kill(events_of(run_dir, "actor", "start")[-1]["pid"], signal.SIGKILL)
-        hurry(tmp_path)
-        after = wait_until(run_dir, is_over, 200)
-    finally:
-        cli("cancel", run_dir)
+    wait_for(lambda: events_of(run_dir, "actor", "checkpoint"), 150)
+    wait_for(lambda: events_of(run_dir, "actor", "step")[-1]["step"] % 5 in (3, 4))
+    before = {each["step"]: each for each in events_of(run_dir, "actor", "step")}
+    os.kill(events_of(run_dir, "actor", "start")[-1]["pid"], signal.SIGKILL)
+    hurry(tmp_path)
+    after = wait_until(run_dir, is_over, 200)
     assert_complete(run_dir, after, steps)
     resumed = events_of(run_dir, "actor", "resume")[-1]["step"]
     assert resumed in (5, 10, 15)

@@ -12,6 +12,7 @@ from e2e_runs import (
     hurry,
     is_over,
     planned,
+    sized,
     submit,
     wait_for,
     wait_until,
@@ -77,15 +78,13 @@ def test_solved_prompts_are_passed_over_as_if_nobody_had_been_killed(tiny, tmp_p
     (tmp_path / "flat.py").write_text(REWARD)
     (tmp_path / "slowly").touch()
     run_dir = submit(
-        "demo", tiny, local=True, run_root=tmp_path, seed=SEED,
-        **{
+        "demo", tiny, local=True, seed=SEED,
+        **sized(tmp_path, STEPS, PROMPTS, SIBLINGS, 16) | {
             "prompts.train": f"{tiny}/train.jsonl[0:{ROWS}]", "prompts.retire_after": TIMES,
-            "schedule.num_steps": STEPS, "schedule.prompts_per_step": PROMPTS,
-            "rollout.samples_per_prompt": SIBLINGS, "rollout.groups_per_shard": 1,
+            "rollout.advanced.groups_per_shard": 1, "bus.keep_steps": STEPS,
             "reward.name": f"{tmp_path}/flat.py:score", "algorithm.groups.name": "refill",
             "algorithm.epochs_per_step": 1, "algorithm.preset": "async", "actor.save_every": 4,
-            "algorithm.groups.truncated": "keep", "eval.heldout.every": 0,
-            "eval.heldout.num_prompts": 16, "bus.keep_steps": STEPS,
+            "algorithm.groups.truncated": "keep",
         },
     ).run_dir  # fmt: skip
     batches, passed = expected(tiny)
@@ -93,18 +92,15 @@ def test_solved_prompts_are_passed_over_as_if_nobody_had_been_killed(tiny, tmp_p
     first = min(guid for guid, retired in passed.items() if retired)
     begins = next(step for step, guids in batches if guids[-1] > first)
     assert begins + 12 < STEPS  # what is asked for below happens in this run
-    try:
-        wait_until(run_dir, has_done(6), 200)
-        kill(run_dir, "actor")
-        # Both have to find out again who is retired, from the plan alone.
-        wait_for(lambda: has_retired(run_dir), 300)
-        kill(run_dir, "rollout")
-        wait_until(run_dir, has_done(begins + 5), 200)
-        kill(run_dir, "actor")
-        hurry(tmp_path)
-        after = wait_until(run_dir, is_over, 300)
-    finally:
-        cli("cancel", run_dir)
+    wait_until(run_dir, has_done(6), 200)
+    kill(run_dir, "actor")
+    # Both have to find out again who is retired, from the plan alone.
+    wait_for(lambda: has_retired(run_dir), 300)
+    kill(run_dir, "rollout")
+    wait_until(run_dir, has_done(begins + 5), 200)
+    kill(run_dir, "actor")
+    hurry(tmp_path)
+    after = wait_until(run_dir, is_over, 300)
     assert after["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
     assert [len(events_of(run_dir, role, "start")) for role in ("actor", "rollout")] == [3, 2]
     assert planned(run_dir) == batches

@@ -17,6 +17,7 @@ from e2e_runs import (
     hurry,
     is_over,
     planned,
+    sized,
     status,
     submit,
     unhurried,
@@ -35,18 +36,12 @@ STEPS, PROMPTS, SIBLINGS = 120, 8, 4
 
 
 def submit_small(tiny, run_root, *, local, **settings):
-    small = {
-        "run_root": run_root,
+    small = sized(run_root, STEPS, PROMPTS, SIBLINGS, 8) | {
         "engines.rollout.resources.max_nodes": 2,
-        "schedule.num_steps": STEPS,
-        "schedule.prompts_per_step": PROMPTS,
-        "rollout.samples_per_prompt": SIBLINGS,
-        "rollout.groups_per_shard": 4,
+        "rollout.advanced.groups_per_shard": 4,
         "reward.name": unhurried(run_root),
         "actor.save_every": 1000,
-        "eval.heldout.every": 0,
-        "eval.heldout.num_prompts": 8,
-        "weights.checksum_every": 1,
+        "weights.advanced.checksum_every": 1,
     }
     return submit("demo", tiny, local=local, **small | settings).run_dir
 
@@ -91,28 +86,25 @@ def running_for(run_dir, module):
 @pytest.mark.usefixtures("slurm_cluster")
 def test_an_engine_joins_a_run_under_slurm_serves_and_leaves(tiny, tmp_path):
     run_dir = submit_small(tiny, tmp_path, local=False, **{"launch.profile": "local"})
-    try:
-        wait_until(run_dir, has_done(1), 300)
-        said = cli("scale", "out", run_dir, "--engines", "2", "--wait")
-        assert said.endswith("request 1 (scale out to 2 engines): done\n")
-        row = listed(run_dir)["extra-1"]
-        core = status(run_dir)["components"][0]
-        steps = subprocess.run(["squeue", "-hs", "-o", "%N"], capture_output=True, text=True)
-        assert row["node"] in steps.stdout.split() and row["node"] != listed(run_dir)["rollout-0"][
-            "node"]  # fmt: skip
-        assert core["state"] == "RUNNING"
-        assert cli("scale", "out", run_dir, "--engines", "2").startswith("nothing to do")
+    wait_until(run_dir, has_done(1), 300)
+    said = cli("scale", "out", run_dir, "--engines", "2", "--wait")
+    assert said.endswith("request 1 (scale out to 2 engines): done\n")
+    row = listed(run_dir)["extra-1"]
+    core = status(run_dir)["components"][0]
+    steps = subprocess.run(["squeue", "-hs", "-o", "%N"], capture_output=True, text=True)
+    assert row["node"] in steps.stdout.split() and row["node"] != listed(run_dir)["rollout-0"][
+        "node"]  # fmt: skip
+    assert core["state"] == "RUNNING"
+    assert cli("scale", "out", run_dir, "--engines", "2").startswith("nothing to do")
 
-        assert serves(run_dir, "extra-1", timeout_s=100)
-        said = cli("scale", "in", run_dir, "--engines", "1", "--wait")
-        assert said.endswith("request 2 (scale in to 1 engine): done\n")
-        assert listed(run_dir)["extra-1"]["state"] == "GONE"
-        left = status(run_dir)["progress"]["steps_done"]
-        assert left < STEPS, "it left while the run went on"
-        hurry(tmp_path)
-        after = wait_until(run_dir, is_over, 400)
-    finally:
-        cli("cancel", run_dir)
+    assert serves(run_dir, "extra-1", timeout_s=100)
+    said = cli("scale", "in", run_dir, "--engines", "1", "--wait")
+    assert said.endswith("request 2 (scale in to 1 engine): done\n")
+    assert listed(run_dir)["extra-1"]["state"] == "GONE"
+    left = status(run_dir)["progress"]["steps_done"]
+    assert left < STEPS, "it left while the run went on"
+    hurry(tmp_path)
+    after = wait_until(run_dir, is_over, 400)
     assert after["state"] == "COMPLETED"
     counts, total = after["progress"]["trajectories"], STEPS * PROMPTS * SIBLINGS
     assert counts["committed"] == counts["trained"] == total
@@ -133,40 +125,34 @@ def test_a_start_that_fails_is_undone_and_the_next_one_succeeds(tiny, tmp_path):
     light = {"schedule.num_steps": 100000, "schedule.prompts_per_step": 4}
     run_dir = submit_small(own, tmp_path, local=True, **light)
     weights, hidden = own / "model" / "model.safetensors", tmp_path / "hidden"
-    try:
-        wait_until(run_dir, has_done(1), 300)
-        code, said = scale("out", run_dir, "--engines", "3")
-        assert (
-            code == 2 and "room is left for 1, so use 2 or less" in said and said.count("\n") == 1
-        )
+    wait_until(run_dir, has_done(1), 300)
+    code, said = scale("out", run_dir, "--engines", "3")
+    assert code == 2 and "room is left for 1, so use 2 or less" in said and said.count("\n") == 1
 
-        weights.rename(hidden)
-        code, said = scale("out", run_dir, "--engines", "2", "--wait")
-        assert code == 1 and "request 1 (scale out to 2 engines): failed: extra-1: " in said, said
-        row = listed(run_dir)["extra-1"]
-        assert row["state"] == "FAILED" and "has neither model.safetensors nor" in row["reason"], (
-            row
-        )
-        assert not running_for(run_dir, "extra_step")
+    weights.rename(hidden)
+    code, said = scale("out", run_dir, "--engines", "2", "--wait")
+    assert code == 1 and "request 1 (scale out to 2 engines): failed: extra-1: " in said, said
+    row = listed(run_dir)["extra-1"]
+    assert row["state"] == "FAILED" and "has neither model.safetensors nor" in row["reason"], row
+    assert not running_for(run_dir, "extra_step")
 
-        hidden.rename(weights)
-        code, said = scale("out", run_dir, "--engines", "2", "--transport", "files", "--wait")
-        assert code == 0, said
-        assert said.startswith("request 2 (scale out to 2 engines, weights by files): is begun\n")
-        # HEALTHY between the broadcast to the other and its own turn.
-        assert listed(run_dir)["extra-2"]["state"] in ("ACTIVE", "SYNCING", "HEALTHY")
-        now = status(run_dir)
-        assert [(row["id"], row["pool"]) for row in now["engines"]] == [
-            (engine, "rollout") for engine in ("rollout-0", "extra-1", "extra-2")
-        ]
-        wait_until(run_dir, has_done(now["progress"]["steps_done"] + 1), 300)
-        given = events_of(run_dir, "actor", "publish")
-        assert [e for e in given if (e["transport"], e["loading"]) == ("files", ["extra-2"])]
-        assert [e for e in events_of(run_dir, "actor", "loaded") if e["members"] == ["extra-2"]]
-        assert all(e["members"] == ["rollout-0"] for e in given if e["transport"] == "collective")
-        assert all(e["equal"] for e in events_of(run_dir, "actor", "verify"))
-    finally:
-        cli("cancel", run_dir)
+    hidden.rename(weights)
+    code, said = scale("out", run_dir, "--engines", "2", "--transport", "files", "--wait")
+    assert code == 0, said
+    assert said.startswith("request 2 (scale out to 2 engines, weights by files): is begun\n")
+    # HEALTHY between the broadcast to the other and its own turn.
+    assert listed(run_dir)["extra-2"]["state"] in ("ACTIVE", "SYNCING", "HEALTHY")
+    now = status(run_dir)
+    assert [(row["id"], row["pool"]) for row in now["engines"]] == [
+        (engine, "rollout") for engine in ("rollout-0", "extra-1", "extra-2")
+    ]
+    wait_until(run_dir, has_done(now["progress"]["steps_done"] + 1), 300)
+    given = events_of(run_dir, "actor", "publish")
+    assert [e for e in given if (e["transport"], e["loading"]) == ("files", ["extra-2"])]
+    assert [e for e in events_of(run_dir, "actor", "loaded") if e["members"] == ["extra-2"]]
+    assert all(e["members"] == ["rollout-0"] for e in given if e["transport"] == "collective")
+    assert all(e["equal"] for e in events_of(run_dir, "actor", "verify"))
+    cli("cancel", run_dir)
     assert listed(run_dir)["extra-2"]["state"] == "GONE"
     starts = [(e["role"], e["rank"]) for e in events_of(run_dir, event="start")]
     assert sorted(starts) == [("actor", 0), ("extra", 1), ("extra", 2), ("rollout", 0)]

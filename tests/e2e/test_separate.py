@@ -16,6 +16,7 @@ from e2e_runs import (
     is_over,
     next_that_teach,
     planned,
+    sized,
     status,
     submit,
     unhurried,
@@ -46,13 +47,11 @@ def one_node(tmp_path_factory):
 
 
 def submit_apart(tiny, folder, **settings):
-    small = {
-        "run_root": folder, "launch.profile": "local", "reward.name": unhurried(folder),
-        "launch.layout": "separate", "launch.idle_s": 3, "weights.transport": "files",
+    small = sized(folder, STEPS, PROMPTS, 4, 8) | {
+        "launch.profile": "local", "reward.name": unhurried(folder), "launch.layout": "separate",
+        "launch.advanced.idle_s": 3, "weights.transport": "files",
         "engines.rollout.resources.cpus_per_task": 8, "actor.resources.cpus_per_task": 8,
-        "schedule.num_steps": STEPS, "schedule.prompts_per_step": PROMPTS,
-        "schedule.max_staleness": STALENESS, "rollout.samples_per_prompt": 4,
-        "actor.save_every": 1000, "eval.heldout.every": 0, "eval.heldout.num_prompts": 8,
+        "schedule.max_staleness": STALENESS, "actor.save_every": 1000,
     }  # fmt: skip
     return submit("demo", tiny, local=False, **small | settings).run_dir
 
@@ -81,48 +80,42 @@ def test_two_sides_that_never_meet_complete_though_each_is_killed_in_the_middle(
     tiny, tmp_path, one_node
 ):
     run_dir = submit_apart(tiny, tmp_path)
-    try:
-        wait_for(lambda: events_of(run_dir, "rollout", "shard"), 60)
-        os.kill(events_of(run_dir, "rollout", "start")[-1]["pid"], signal.SIGKILL)
-        wait_for(lambda: events_of(run_dir, "actor", "step"), 100)
-        assert kill_holder(run_dir, "training")
-        wait_for(lambda: events_of(run_dir, "actor", "step")[-1]["step"] > STALENESS + 1, 100)
-        os.kill(events_of(run_dir, "actor", "start")[-1]["pid"], signal.SIGKILL)
-        hurry(tmp_path)
-        now = wait_until(run_dir, is_over, 200)
-        assert now["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
-        assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
-        done = now["progress"]
-        assert done["trajectories"]["trained_twice"] == 0 and done["steps_done"] == STEPS
-        assert done["max_staleness_seen"] == STALENESS and done["checksums_equal"]
-        assert done["heldout_after"] is not None
-        assert done["weight_versions"] == {"trainer": STEPS, "rollout-0": STEPS}
-        turns = sorted(windows(run_dir, "rollout") + windows(run_dir, "actor"))
-        assert len(turns) >= 6, "they take turns"
-        assert all(end < start for (_, end), (start, _) in itertools.pairwise(turns))
-        saved = [event["step"] for event in events_of(run_dir, "actor", "checkpoint")]
-        assert saved[0] == STALENESS + 1, "before its nodes went back"
-    finally:
-        cli("cancel", run_dir)
+    wait_for(lambda: events_of(run_dir, "rollout", "shard"), 60)
+    os.kill(events_of(run_dir, "rollout", "start")[-1]["pid"], signal.SIGKILL)
+    wait_for(lambda: events_of(run_dir, "actor", "step"), 100)
+    assert kill_holder(run_dir, "training")
+    wait_for(lambda: events_of(run_dir, "actor", "step")[-1]["step"] > STALENESS + 1, 100)
+    os.kill(events_of(run_dir, "actor", "start")[-1]["pid"], signal.SIGKILL)
+    hurry(tmp_path)
+    now = wait_until(run_dir, is_over, 200)
+    assert now["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
+    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    done = now["progress"]
+    assert done["trajectories"]["trained_twice"] == 0 and done["steps_done"] == STEPS
+    assert done["max_staleness_seen"] == STALENESS and done["checksums_equal"]
+    assert done["heldout_after"] is not None
+    assert done["weight_versions"] == {"trainer": STEPS, "rollout-0": STEPS}
+    turns = sorted(windows(run_dir, "rollout") + windows(run_dir, "actor"))
+    assert len(turns) >= 6, "they take turns"
+    assert all(end < start for (_, end), (start, _) in itertools.pairwise(turns))
+    saved = [event["step"] for event in events_of(run_dir, "actor", "checkpoint")]
+    assert saved[0] == STALENESS + 1, "before its nodes went back"
 
 
 def test_a_run_of_two_jobs_is_cancelled_and_resumed_whole(tiny, tmp_path, one_node):
     run_dir = submit_apart(tiny, tmp_path, **{"schedule.num_steps": 3})
-    try:
-        leaders = record.read(run_dir).leaders
-        assert len(leaders) == 2
-        wait_for(lambda: "REQUEUE_HOLD" in [c["state"] for c in status(run_dir)["components"]], 90)
-        assert "had nothing to do: requeued" in verdict.read(run_dir).words
-        assert status(run_dir)["state"] in ("RUNNING", "PENDING")
-        cli("cancel", run_dir)
-        wait_until(run_dir, is_over, 30)
-        hurry(tmp_path)
-        cli("resume", run_dir)
-        assert not {*leaders} & {*record.read(run_dir).leaders}
-        assert wait_until(run_dir, is_over, 150)["state"] == "COMPLETED"
-        assert planned(run_dir) == every_prompt_once(3, PROMPTS)
-    finally:
-        cli("cancel", run_dir)
+    leaders = record.read(run_dir).leaders
+    assert len(leaders) == 2
+    wait_for(lambda: "REQUEUE_HOLD" in [c["state"] for c in status(run_dir)["components"]], 90)
+    assert "had nothing to do: requeued" in verdict.read(run_dir).words
+    assert status(run_dir)["state"] in ("RUNNING", "PENDING")
+    cli("cancel", run_dir)
+    wait_until(run_dir, is_over, 30)
+    hurry(tmp_path)
+    cli("resume", run_dir)
+    assert not {*leaders} & {*record.read(run_dir).leaders}
+    assert wait_until(run_dir, is_over, 150)["state"] == "COMPLETED"
+    assert planned(run_dir) == every_prompt_once(3, PROMPTS)
 
 
 def test_where_one_side_gives_up_the_other_ends_and_the_run_has_failed_until_it_is_resumed(
@@ -131,64 +124,53 @@ def test_where_one_side_gives_up_the_other_ends_and_the_run_has_failed_until_it_
     hurried = {"schedule.num_steps": 4, "schedule.max_staleness": 1, "launch.max_restarts": 0}
     run_dir = submit_apart(tiny, tmp_path, **hurried)
     hurry(tmp_path)
-    try:
-        wait_for(lambda: events_of(run_dir, "actor", "step"), 100)
-        os.kill(events_of(run_dir, "actor", "start")[-1]["pid"], signal.SIGKILL)
-        assert wait_until(run_dir, is_over, 120)["state"] == "FAILED"
-        assert "the training side has ended before the last step" in verdict.read(run_dir).words
-        cli("resume", run_dir)
-        assert wait_until(run_dir, is_over, 150)["state"] == "COMPLETED"
-        assert planned(run_dir) == every_prompt_once(4, PROMPTS)
-    finally:
-        cli("cancel", run_dir)
+    wait_for(lambda: events_of(run_dir, "actor", "step"), 100)
+    os.kill(events_of(run_dir, "actor", "start")[-1]["pid"], signal.SIGKILL)
+    assert wait_until(run_dir, is_over, 120)["state"] == "FAILED"
+    assert "the training side has ended before the last step" in verdict.read(run_dir).words
+    cli("resume", run_dir)
+    assert wait_until(run_dir, is_over, 150)["state"] == "COMPLETED"
+    assert planned(run_dir) == every_prompt_once(4, PROMPTS)
 
 
-@pytest.mark.parametrize(("tasks", "idle_s"), [(1, 1), (2, 4)])
 def test_two_sides_that_never_meet_refill_every_batch_with_the_next_groups_that_teach(
-    tiny, tmp_path, one_node, tasks, idle_s
+    tiny, tmp_path, one_node
 ):
-    steps, staleness = 4, 3
+    tasks, steps, staleness = 2, 4, 3
     (tmp_path / "flat.py").write_text(FLAT)
     refilled = {
         "algorithm.groups.name": "refill", "reward.name": f"{tmp_path}/flat.py:score",
-        "schedule.num_steps": steps, "schedule.max_staleness": staleness, "launch.idle_s": idle_s,
+        "schedule.num_steps": steps, "schedule.max_staleness": staleness,
+        "launch.advanced.idle_s": 4,
         "engines.rollout.count": tasks, "engines.rollout.resources.cpus_per_task": 8 // tasks,
     }  # fmt: skip
     run_dir = submit_apart(tiny, tmp_path, **refilled)
-    try:
-        now = wait_until(run_dir, is_over, 400)
-        assert now["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
-        taught = planned(run_dir)
-        assert taught == next_that_teach(run_dir, steps, PROMPTS)
-        assert taught[-1][1][-1] >= steps * PROMPTS, "some were skipped, and replaced"
-        done = now["progress"]
-        assert done["trajectories"]["trained_twice"] == 0 and done["steps_done"] == steps
-        assert done["max_staleness_seen"] <= staleness and done["heldout_after"] is not None
-        sampling = windows(run_dir, "rollout")
-        assert len(sampling) == 2, "what takes the place of skipped groups needs no further turn"
-        turns = sorted(sampling + windows(run_dir, "actor"))
-        assert all(end < start for (_, end), (start, _) in itertools.pairwise(turns))
-    finally:
-        cli("cancel", run_dir)
+    now = wait_until(run_dir, is_over, 400)
+    assert now["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
+    taught = planned(run_dir)
+    assert taught == next_that_teach(run_dir, steps, PROMPTS)
+    assert taught[-1][1][-1] >= steps * PROMPTS, "some were skipped, and replaced"
+    done = now["progress"]
+    assert done["trajectories"]["trained_twice"] == 0 and done["steps_done"] == steps
+    assert done["max_staleness_seen"] <= staleness and done["heldout_after"] is not None
+    sampling = windows(run_dir, "rollout")
+    assert len(sampling) == 2, "what takes the place of skipped groups needs no further turn"
+    turns = sorted(sampling + windows(run_dir, "actor"))
+    assert all(end < start for (_, end), (start, _) in itertools.pairwise(turns))
 
 
 def test_on_one_machine_both_sides_are_one_job_and_engines_come_for_weights_all_the_same(
     tiny, tmp_path
 ):
-    small = {
-        "run_root": tmp_path, "launch.layout": "separate", "weights.transport": "files",
-        "schedule.num_steps": 6, "schedule.prompts_per_step": PROMPTS,
-        "schedule.max_staleness": 2, "rollout.samples_per_prompt": 4, "weights.checksum_every": 1,
-        "eval.heldout.every": 0, "eval.heldout.num_prompts": 8,
+    small = sized(tmp_path, 6, PROMPTS, 4, 8) | {
+        "launch.layout": "separate", "weights.transport": "files", "schedule.max_staleness": 2,
+        "weights.advanced.checksum_every": 1,
     }  # fmt: skip
     run_dir = submit("demo", tiny, local=True, **small).run_dir
-    try:
-        now = wait_until(run_dir, is_over, 100)
-        assert now["state"] == "COMPLETED" and now["engines"] == []
-        assert planned(run_dir) == every_prompt_once(6, PROMPTS)
-        loaded = [event["version"] for event in events_of(run_dir, "rollout", "loaded")]
-        assert loaded == sorted(loaded) and loaded[-1] == 6
-        assert not events_of(run_dir, "actor", "loaded")
-        assert now["progress"]["checksums_equal"] and now["progress"]["max_staleness_seen"] <= 2
-    finally:
-        cli("cancel", run_dir)
+    now = wait_until(run_dir, is_over, 100)
+    assert now["state"] == "COMPLETED" and now["engines"] == []
+    assert planned(run_dir) == every_prompt_once(6, PROMPTS)
+    loaded = [event["version"] for event in events_of(run_dir, "rollout", "loaded")]
+    assert loaded == sorted(loaded) and loaded[-1] == 6
+    assert not events_of(run_dir, "actor", "loaded")
+    assert now["progress"]["checksums_equal"] and now["progress"]["max_staleness_seen"] <= 2

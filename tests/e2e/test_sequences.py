@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from e2e_runs import (
-    cli,
     events_of,
     every_prompt_once,
     has_done,
     is_over,
     planned,
+    sized,
     submit,
     wait_until,
 )
@@ -25,14 +25,9 @@ pytestmark = pytest.mark.long
 STEPS, PROMPTS, SIBLINGS = 12, 4, 4
 SETTINGS = {
     "rollout.environment": f"{Path(__file__).with_name('two_attempts.py')}:TwoAttempts",
-    "schedule.num_steps": STEPS,
-    "schedule.prompts_per_step": PROMPTS,
-    "rollout.samples_per_prompt": SIBLINGS,
-    "rollout.groups_per_shard": 2,
+    "rollout.advanced.groups_per_shard": 2,
     "actor.save_every": 3,
     "bus.keep_steps": STEPS,
-    "eval.heldout.every": 0,
-    "eval.heldout.num_prompts": 16,
 }
 
 
@@ -42,15 +37,13 @@ def kill(event, *names):
 
 
 def test_episodes_of_two_sequences_are_trained_on_once_whoever_is_killed(tiny, tmp_path):
-    run_dir = submit("demo", tiny, local=True, run_root=tmp_path, **SETTINGS).run_dir
-    try:
-        wait_until(run_dir, has_done(4), 100)
-        kill(events_of(run_dir, "rollout", "engine")[-1], "pid", "engine_pid")
-        kill(events_of(run_dir, "actor", "start")[-1], "pid")
-        wait_until(run_dir, lambda _: events_of(run_dir, "actor", "resume"), 100)
-        after = wait_until(run_dir, is_over, 200)
-    finally:
-        cli("cancel", run_dir)
+    small = sized(tmp_path, STEPS, PROMPTS, SIBLINGS, 16)
+    run_dir = submit("demo", tiny, local=True, **small | SETTINGS).run_dir
+    wait_until(run_dir, has_done(4), 100)
+    kill(events_of(run_dir, "rollout", "engine")[-1], "pid", "engine_pid")
+    kill(events_of(run_dir, "actor", "start")[-1], "pid")
+    wait_until(run_dir, lambda _: events_of(run_dir, "actor", "resume"), 100)
+    after = wait_until(run_dir, is_over, 200)
     assert after["state"] == "COMPLETED"
     assert len(events_of(run_dir, "rollout", "start")) == 2
     count = after["progress"]["trajectories"]

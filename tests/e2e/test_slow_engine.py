@@ -35,8 +35,9 @@ def test_a_slow_engine_is_named_and_asked_nothing_new_while_the_others_work(tiny
     run_dir = submit(
         "demo", tiny, local=True,
         run_root=tmp_path, engines__rollout__count=3, engines__rollout__engines_per_task=3,
-        engines__rollout__drain_slow="true", schedule__num_steps=2000, actor__save_every=2000,
-        eval__heldout__every=0, eval__heldout__num_prompts=8, rollout__max_new_tokens=64,
+        engines__rollout__advanced__drain_slow="true", schedule__num_steps=2000,
+        actor__save_every=2000, rollout__max_new_tokens=64,
+        eval__heldout__every=0, eval__heldout__num_prompts=8,
     ).run_dir  # fmt: skip
     held = None
     try:

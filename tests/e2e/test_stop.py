@@ -12,6 +12,7 @@ from e2e_runs import (
     hurry,
     is_over,
     planned,
+    sized,
     status,
     submit,
     unhurried,
@@ -33,11 +34,9 @@ MOST_IN_FLIGHT = 2 * PROMPTS * SIBLINGS
 
 def submit_slow(tiny, folder, seconds=0.3, **settings):
     """A run whose own checkpoints are far apart: what is redone would be many steps."""
-    small = {
-        "run_root": folder, "launch.profile": "local", "reward.name": unhurried(folder, seconds),
-        "schedule.num_steps": STEPS, "schedule.prompts_per_step": PROMPTS,
-        "rollout.samples_per_prompt": SIBLINGS, "rollout.groups_per_shard": 2,
-        "actor.save_every": 1000, "eval.heldout.every": 0, "eval.heldout.num_prompts": 8,
+    small = sized(folder, STEPS, PROMPTS, SIBLINGS, 8) | {
+        "launch.profile": "local", "reward.name": unhurried(folder, seconds),
+        "rollout.advanced.groups_per_shard": 2, "actor.save_every": 1000,
     }  # fmt: skip
     hurry(folder)  # `submit` tries the reward
     run_dir = submit("demo", tiny, local=False, **small | settings).run_dir
@@ -57,80 +56,69 @@ def is_requeued(run_dir, times):
 
 def test_no_step_is_trained_again_after_an_end_that_was_announced_even_twice(tiny, tmp_path):
     run_dir = submit_slow(tiny, tmp_path)
-    try:
-        wait_until(run_dir, has_done(3), 150)
-        announce(run_dir)
-        announce(run_dir, signal.SIGUSR1)  # a second one, of another kind
-        wait_for(is_requeued(run_dir, 1), 120)
-        said = verdict.read(run_dir).words
-        [saved] = events_of(run_dir, "actor", "checkpoint")
-        assert f"with step {saved['step']} saved: requeued, for the time number 1" in said
-        announce(run_dir)  # while it starts
-        wait_for(is_requeued(run_dir, 2), 120)
-        hurry(tmp_path)
-        wait_until(run_dir, is_over, 250)
-        first, *_ = [event["step"] for event in events_of(run_dir, "actor", "resume")]
-        assert first == saved["step"]
-        steps = [event["step"] for event in events_of(run_dir, "actor", "step")]
-        assert steps == [*range(1, STEPS + 1)]
-        assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
-        assert cli("status", run_dir, "--json").count('"trained_twice": 0') == 1
-        kept = sum(event["num_tokens"] for event in events_of(run_dir, "rollout", "unfinished"))
-        redone = status(run_dir)["progress"]["redone"]
-        # None where all that was allowed for had been answered when the end was announced.
-        assert redone.pop("tokens_continued") >= kept
-        # The last one of each response under way at an end, of which there were two. These have
-        # eight tokens at most; of responses of a hundred it is 1 % of what was under way.
-        assert redone.pop("tokens_lost") <= 2 * MOST_IN_FLIGHT
-        assert set(redone.values()) == {0}
-        ends = status(run_dir)["progress"]["announced_ends"]
-        assert len(ends) == 2 and all(0 < end["drained_s"] <= 60 for end in ends)
-    finally:
-        cli("cancel", run_dir)
+    wait_until(run_dir, has_done(3), 150)
+    announce(run_dir)
+    announce(run_dir, signal.SIGUSR1)  # a second one, of another kind
+    wait_for(is_requeued(run_dir, 1), 120)
+    said = verdict.read(run_dir).words
+    [saved] = events_of(run_dir, "actor", "checkpoint")
+    assert f"with step {saved['step']} saved: requeued, for the time number 1" in said
+    announce(run_dir)  # while it starts
+    wait_for(is_requeued(run_dir, 2), 120)
+    hurry(tmp_path)
+    wait_until(run_dir, is_over, 250)
+    first, *_ = [event["step"] for event in events_of(run_dir, "actor", "resume")]
+    assert first == saved["step"]
+    steps = [event["step"] for event in events_of(run_dir, "actor", "step")]
+    assert steps == [*range(1, STEPS + 1)]
+    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    assert cli("status", run_dir, "--json").count('"trained_twice": 0') == 1
+    kept = sum(event["num_tokens"] for event in events_of(run_dir, "rollout", "unfinished"))
+    redone = status(run_dir)["progress"]["redone"]
+    # None where all that was allowed for had been answered when the end was announced.
+    assert redone.pop("tokens_continued") >= kept
+    # The last one of each response under way at an end, of which there were two. These have
+    # eight tokens at most; of responses of a hundred it is 1 % of what was under way.
+    assert redone.pop("tokens_lost") <= 2 * MOST_IN_FLIGHT
+    assert set(redone.values()) == {0}
+    ends = status(run_dir)["progress"]["announced_ends"]
+    assert len(ends) == 2 and all(0 < end["drained_s"] <= 60 for end in ends)
 
 
 def test_a_critic_learns_no_step_again_either(tiny, tmp_path):
-    small = {
-        "run_root": tmp_path, "launch.profile": "local", "reward.name": unhurried(tmp_path),
-        "schedule.num_steps": STEPS, "schedule.prompts_per_step": PROMPTS,
-        "rollout.samples_per_prompt": SIBLINGS, "rollout.groups_per_shard": 2,
-        "engines.rollout.count": 1, "engines.rollout.resources.nodes": 1,
-        "actor.save_every": 1000, "eval.heldout.every": 0, "eval.heldout.num_prompts": 8,
+    small = sized(tmp_path, STEPS, PROMPTS, SIBLINGS, 8) | {
+        "launch.profile": "local", "reward.name": unhurried(tmp_path),
+        "rollout.advanced.groups_per_shard": 2, "engines.rollout.count": 1,
+        "engines.rollout.resources.nodes": 1, "actor.save_every": 1000,
     }  # fmt: skip
     run_dir = submit("tiny/arithmetic_ppo", tiny, local=False, **small).run_dir
-    try:
-        wait_until(run_dir, has_done(3), 200)
-        announce(run_dir)
-        wait_for(is_requeued(run_dir, 1), 150)
-        hurry(tmp_path)
-        wait_until(run_dir, is_over, 300)
-        for role, event in (("actor", "step"), ("critic", "critic_step")):
-            saved, *_ = events_of(run_dir, role, "checkpoint")
-            resumed = events_of(run_dir, role, "critic_resume" if role == "critic" else "resume")
-            assert [each["step"] for each in resumed] == [saved["step"]]
-            steps = [each["step"] for each in events_of(run_dir, role, event)]
-            assert steps == [*range(1, STEPS + 1)], role
-        assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
-    finally:
-        cli("cancel", run_dir)
+    wait_until(run_dir, has_done(3), 200)
+    announce(run_dir)
+    wait_for(is_requeued(run_dir, 1), 150)
+    hurry(tmp_path)
+    wait_until(run_dir, is_over, 300)
+    for role, event in (("actor", "step"), ("critic", "critic_step")):
+        saved, *_ = events_of(run_dir, role, "checkpoint")
+        resumed = events_of(run_dir, role, "critic_resume" if role == "critic" else "resume")
+        assert [each["step"] for each in resumed] == [saved["step"]]
+        steps = [each["step"] for each in events_of(run_dir, role, event)]
+        assert steps == [*range(1, STEPS + 1)], role
+    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
 
 
 def test_a_run_that_may_not_be_requeued_goes_on_and_says_to_resume(tiny, tmp_path):
     refuse = {"engines.rollout.resources.sbatch": '["--no-requeue"]'}
     run_dir = submit_slow(tiny, tmp_path, **refuse)
-    try:
-        wait_until(run_dir, has_done(2), 150)
-        announce(run_dir)
-        wait_for(lambda: (found := verdict.read(run_dir)) and found.what == "refused", 60)
-        assert verdict.read(run_dir).words.endswith("resume it")
-        [saved] = events_of(run_dir, "actor", "checkpoint")
-        hurry(tmp_path)
-        wait_until(run_dir, has_done(saved["step"] + 2), 100)
-        wait_until(run_dir, is_over, 200)
-        assert events_of(run_dir, "actor", "resume") == []
-        assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
-    finally:
-        cli("cancel", run_dir)
+    wait_until(run_dir, has_done(2), 150)
+    announce(run_dir)
+    wait_for(lambda: (found := verdict.read(run_dir)) and found.what == "refused", 60)
+    assert verdict.read(run_dir).words.endswith("resume it")
+    [saved] = events_of(run_dir, "actor", "checkpoint")
+    hurry(tmp_path)
+    wait_until(run_dir, has_done(saved["step"] + 2), 100)
+    wait_until(run_dir, is_over, 200)
+    assert events_of(run_dir, "actor", "resume") == []
+    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
 
 
 @pytest.mark.soak
@@ -138,20 +126,17 @@ def test_a_trainer_ends_its_job_before_a_step_that_the_time_limit_would_cut_off(
     """Slurm would say so when 2 minutes are left at the soonest; a step and its end need more."""
     slow = {"resources.time": 5, "reward.deadline_s": 2 * STEP_S}
     run_dir = submit_slow(tiny, tmp_path, STEP_S, **slow)
-    try:
-        wait_for(is_requeued(run_dir, 1), 300)
-        hurry(tmp_path)
-        log = cli("logs", run_dir, "--component", "actor", "--all")
-        assert log.count("ending before it") == 1
-        [saved] = events_of(run_dir, "actor", "checkpoint")
-        wait_until(run_dir, is_over, 250)
-        steps = [event["step"] for event in events_of(run_dir, "actor", "step")]
-        assert steps == [*range(1, STEPS + 1)]
-        [first, *_] = events_of(run_dir, "actor", "resume")
-        assert first["step"] == saved["step"]
-        now = status(run_dir)["progress"]
-        [end] = now["announced_ends"]
-        print(end, cli("status", run_dir))
-        assert now["redone"]["steps"] == 0 and end["wasted_s"] < 0.02 * 600
-    finally:
-        cli("cancel", run_dir)
+    wait_for(is_requeued(run_dir, 1), 300)
+    hurry(tmp_path)
+    log = cli("logs", run_dir, "--component", "actor", "--all")
+    assert log.count("ending before it") == 1
+    [saved] = events_of(run_dir, "actor", "checkpoint")
+    wait_until(run_dir, is_over, 250)
+    steps = [event["step"] for event in events_of(run_dir, "actor", "step")]
+    assert steps == [*range(1, STEPS + 1)]
+    [first, *_] = events_of(run_dir, "actor", "resume")
+    assert first["step"] == saved["step"]
+    now = status(run_dir)["progress"]
+    [end] = now["announced_ends"]
+    print(end, cli("status", run_dir))
+    assert now["redone"]["steps"] == 0 and end["wasted_s"] < 0.02 * 600

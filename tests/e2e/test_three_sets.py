@@ -61,7 +61,7 @@ def begin(tiny, folder):
         "demo", tiny, local=True,
         **keys | {
             "run_root": folder, "schedule.num_steps": STEPS, "schedule.prompts_per_step": 8,
-            "rollout.samples_per_prompt": 4, "rollout.groups_per_shard": 4,
+            "rollout.samples_per_prompt": 4, "rollout.advanced.groups_per_shard": 4,
             "reward.name": f"{folder}/mine.py:score", "reward.deadline_s": 300,
         },
     ).run_dir  # fmt: skip
@@ -69,21 +69,18 @@ def begin(tiny, folder):
 
 def test_no_step_waits_for_three_sets_and_what_a_kill_broke_off_is_completed_once(tiny, tmp_path):
     run_dir = begin(tiny, tmp_path)
-    try:
-        wait_until(run_dir, has_done(3), 100)
-        wait_until(run_dir, lambda _: len(parts_of(run_dir, "several")) == 4 * KEPT, 20)
-        kept = {name: parts_of(run_dir, name) for name in ("several", "short")}
-        assert len(kept["short"]) == 2 * KEPT and {r["version"] for r in kept["short"]} == {0}
-        engine = events_of(run_dir, "rollout", "engine")[-1]
-        os.kill(engine["pid"], signal.SIGKILL)
-        os.kill(engine["engine_pid"], signal.SIGKILL)
-        wait_until(run_dir, lambda _: len(events_of(run_dir, "rollout", "start")) == 2, 60)
-        wait_until(run_dir, has_done(6), 100)  # they stand still all the while
-        assert rows_by_evaluation(run_dir, "several") == {}
-        (tmp_path / "gate").touch()
-        assert wait_until(run_dir, is_over, 200)["state"] == "COMPLETED"
-    finally:
-        cli("cancel", run_dir)
+    wait_until(run_dir, has_done(3), 100)
+    wait_until(run_dir, lambda _: len(parts_of(run_dir, "several")) == 4 * KEPT, 20)
+    kept = {name: parts_of(run_dir, name) for name in ("several", "short")}
+    assert len(kept["short"]) == 2 * KEPT and {r["version"] for r in kept["short"]} == {0}
+    engine = events_of(run_dir, "rollout", "engine")[-1]
+    os.kill(engine["pid"], signal.SIGKILL)
+    os.kill(engine["engine_pid"], signal.SIGKILL)
+    wait_until(run_dir, lambda _: len(events_of(run_dir, "rollout", "start")) == 2, 60)
+    wait_until(run_dir, has_done(6), 100)  # they stand still all the while
+    assert rows_by_evaluation(run_dir, "several") == {}
+    (tmp_path / "gate").touch()
+    assert wait_until(run_dir, is_over, 200)["state"] == "COMPLETED"
     for name, samples in SAMPLES.items():
         found = rows_by_evaluation(run_dir, name)
         assert {"before", "after"} <= {when for when, _ in found}

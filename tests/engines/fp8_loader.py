@@ -89,7 +89,7 @@ def as_sent(tensors):
 
 
 def main(folder):
-    config = WeightsConfig(quantize="fp8", modules_to_not_convert=["layers.1"])
+    config = WeightsConfig(quantize="fp8", advanced={"modules_to_not_convert": ["layers.1"]})
     model = build(folder, config)
     noted, wrong = [], []
     for flat, bucket in buckets(folder, Quantizer(config)):

@@ -1,28 +1,23 @@
 """What every grid of a model that sees is compared with."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from seen_rows import counted, logprobs_of, make, tokens_of
+from seen_rows import logprobs_of, make
 from seen_rows import reference as hugging_face
 from trainers import FULL, assert_close, assert_updated, collect, equal, opened
 
-from relax_hpc.errors import ConfigError
 from relax_hpc.trainer.checkpoints import convert as conversion
 from relax_hpc.trainer.checkpoints.saving import save_hf
-from relax_hpc.trainer.megatron.costs import hearing_flops, tower_flops
 from relax_hpc.trainer.models.hf_files import SINGLE
-from relax_hpc.trainer.models.registry import read_architecture
 
 WAYS = {
     "recomputed": {"transformer": FULL},
     "overlapped": {"optimizer": {"ddp": {"overlap_grad_reduce": True, "bucket_size": 40_000}}},
-    "chunks of 20": {"actor": {"tower_patches": 20}},
-    "chunks of 60": {"actor": {"tower_patches": 60}},
-    "in host memory": {"actor": {"features_gib": 0}},
+    "chunks of 20": {"advanced": {"tower_patches": 20}},
+    "chunks of 60": {"advanced": {"tower_patches": 60}},
+    "in host memory": {"advanced": {"features_gib": 0}},
 }
 
 
@@ -37,13 +32,11 @@ def seen(folder, batch, budget=90, **how):
 def open_grid(ranks, reference, grid, *, frozen=(), transformer=()):
     """A trainer on a grid, and in ways behind its name."""
     name, *ways = grid.split(", ")
-    tables = {
-        "actor": {"frozen": [*frozen]}, "optimizer": {"weight_decay": 0.1},
-        "transformer": dict(transformer),
-    }  # fmt: skip
+    tables = {"optimizer": {"weight_decay": 0.1}, "transformer": dict(transformer), "advanced": {}}
     for way in ways:
         for table, values in WAYS[way].items():
             tables[table] |= values
+    tables["actor"] = {"frozen": [*frozen], "advanced": tables.pop("advanced")}
     return opened(ranks, reference.folder, name, budget=reference.budget, **tables)
 
 
@@ -88,60 +81,6 @@ def assert_equal_to(ranks, reference, grid):
 
 def _part_of(name):
     return next((part for part in ("visual", "audio_tower") if part in name), "language")
-
-
-def assert_alike_when_recomputed(ranks, reference, grid):
-    """An update with all layers computed again is the same, bitwise."""
-    found = []
-    for transformer in ({}, FULL):
-        pool = open_grid(ranks, reference, grid, transformer=transformer)
-        found.append((pool.train(**reference.batch)[0], pool.weights()))
-    (plain, expected), (recomputed, weights) = found
-    assert plain == recomputed and all(map(equal, weights, expected))
-
-
-def assert_read_once(pool, reference, grids, tokens=(), *, is_replicated):
-    """Each medium is read and encoded by one rank of a replica; one that both replicas see, twice.
-
-    Args:
-        grids: by the number of what is seen.
-        tokens: of what is heard.
-
-    Returns:
-        (numbers of the media that each rank read, what ranks say it cost, patches).
-    """
-    pool.train(**reference.batch)
-    read, costs, tokens = pool.read(), pool.costs(), dict(tokens)
-    everything = grids.keys() | tokens.keys()
-    assert {number for rank in read for number in rank} == everything
-    for rank in read:
-        assert len(rank) == len(set(rank)), "rows share a medium"
-    numbers = [number for rank in read for number in rank]
-    if not is_replicated:
-        assert len(numbers) == len(everything)
-    seen = [grids[number] for number in numbers if number in grids]
-    heard = [number for number in numbers if number in tokens]
-    shape = read_architecture(reference.folder)
-    flops = tower_flops(shape.vision, seen)
-    flops += hearing_flops(shape.audio, [tokens[n] for n in heard]) if tokens else 0
-    for rank in costs:
-        assert rank["train/tower_tflops"] == pytest.approx(flops / 1e12)
-        assert counted(rank).items() >= tokens_of(reference.rows).items()
-        assert rank["time/towers"] > 0
-    patches = sum(np.prod(each) for each in seen)
-    frames = sum(number // 1000 for number in heard)
-    assert np.sum(pool.encoded(), axis=0).tolist() == 2 * [[patches, frames]]
-    return read, costs, patches
-
-
-def assert_placeholder_is_text(pool, row, token):
-    """A row in which a policy sampled it has logprobs as if it were any other: in no grid."""
-    ids = row.token_ids.copy()
-    ids[-3] = token
-    (found,) = collect(pool.logprobs(rows=[row._replace(token_ids=ids)]))
-    (plain,) = collect(pool.logprobs(rows=[row]))
-    assert np.array_equal(found[:-3], plain[:-3])
-    assert np.isfinite(found).all() and not np.allclose(found[-2:], plain[-2:])
 
 
 def assert_exported(ranks, reference, source, grids, tmp_path, model_class):
@@ -204,30 +143,3 @@ def seeing_part(name):
         return "language"
     mergers = "model.visual.merger.", "model.visual.deepstack_merger_list."
     return "vision_projection" if name.startswith(mergers) else "vision"
-
-
-def assert_scores(pool, reference):
-    """Weights that are kept, and a model that only scores, give what Hugging Face gives."""
-    rows = reference.rows
-    first = pool.logprobs(rows=rows)
-    pool.keep()
-    pool.train(**reference.batch)
-    trained, again = pool.logprobs(rows=rows), pool.kept_logprobs(rows=rows)
-    for mine, kept, then in zip(first, again, trained, strict=True):
-        assert equal(kept, mine)
-        assert not any(np.allclose(then[row], mine[row], rtol=0, atol=1e-4) for row in mine)
-    last = len(rows) - 1
-    micro_batches = [[3, 0, last], [1, 2], [], list(range(4, last))]
-    pool.open_scorer()
-    for found in pool.scorer_logprobs(rows=rows, micro_batches=micro_batches):
-        assert_close(found, reference.logprobs, atol=2e-6, rtol=0)
-
-
-def assert_refused(folder, tmp_path, part, key, value, message):
-    """A model like that of `folder`, but for one field, is refused in one line that names it."""
-    record = json.loads((folder / "config.json").read_text())
-    record[part][key] = value
-    (tmp_path / "config.json").write_text(json.dumps(record))
-    with pytest.raises(ConfigError) as refused:
-        read_architecture(tmp_path)
-    assert message in str(refused.value) and "\n" not in str(refused.value)

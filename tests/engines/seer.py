@@ -69,6 +69,29 @@ def sound(folder, seed, seconds=1.2):
     return MediaSource(f"sound {seed}", "audio", path=path)
 
 
+SEEN = {
+    "image": (IMAGE + "what?", lambda f: [source(f, 1)]),
+    "2 images": (
+        "is " + IMAGE + "as" + IMAGE + "?",
+        lambda f: [source(f, 1), source(f, 2, height=128, width=64)],
+    ),
+    "video": (VIDEO + "what?", lambda f: [clip(f, 10)]),
+    "image and video": (IMAGE + "in" + VIDEO + "?", lambda f: [source(f, 1), clip(f, 10)]),
+}
+HEARD = {
+    "text": ("what is it?", lambda f: []),
+    "sound": (AUDIO + "what?", lambda f: [sound(f, 1)]),
+    "long sound": (AUDIO + "what?", lambda f: [sound(f, 2, 5.03)]),
+    "image and sound": (IMAGE + "and" + AUDIO + "?", lambda f: [source(f, 1), sound(f, 1)]),
+    "video and its sound": (VIDEO + "what?", lambda f: [film(f, 20)]),
+    "sound that ends before": ("so" + VIDEO + "?", lambda f: [film(f, 21, rate=8, heard_s=0.3)]),
+    "two of them": (
+        VIDEO + "or" + AUDIO + "or" + VIDEO + IMAGE + "?",
+        lambda f: [film(f, 22), sound(f, 1), film(f, 23, heard_s=3.1), source(f, 1)],
+    ),
+}
+
+
 def make(folder, *, kind="vl", seed=5, like=None):
     """A tiny model whose answers depend on pixels.
 
@@ -118,68 +141,7 @@ class Seer:
         return self.logprobs_of(ids, [canonical(m, self.recipe) for m in media], spans, response)
 
     def logprobs_of(self, ids, media, spans, response):
-        """The same of media that are decoded."""
-        base, tokens = self.model.model, torch.tensor([[*ids, *response]])
-        grids = {
-            m: torch.tensor([e.extent.grid for e in media if e.extent.modality == m])
-            for m in {each.extent.modality for each in media}
-        }
-        types = torch.zeros(1, len(ids), dtype=torch.int)
-        rows = {}
-        with torch.no_grad():
-            embeddings = self.model.get_input_embeddings()(tokens)
-            for kind, (modality, vision) in enumerate(
-                (("image", self.recipe.image), ("video", self.recipe.video.vision)), start=1
-            ):
-                own = [m for m in media if m.extent.modality == modality]
-                if not own:
-                    continue
-                pixels = [patches(torch.tensor(m.array), vision, torch.float32) for m in own]
-                made = base.visual(torch.cat(pixels), grid_thw=grids[modality])
-                places = [
-                    torch.arange(span.first, span.first + span.tokens)
-                    for span in spans
-                    if media[span.medium].extent.modality == modality
-                ]
-                types[0, torch.cat(places)] = kind
-                rows[modality] = (torch.cat(places), made.pooler_output, made.deepstack_features)
-                embeddings[0, torch.cat(places)] = made.pooler_output
-            positions, _ = base.get_rope_index(
-                tokens[:, : len(ids)], mm_token_type_ids=types, image_grid_thw=grids.get("image"),
-                video_grid_thw=grids.get("video"), attention_mask=torch.ones(1, len(ids)),
-            )  # fmt: skip
-            after = positions.max() + 1 + torch.arange(len(response))
-            positions = torch.cat([positions, after.expand(3, 1, -1)], -1)
-            mask = torch.zeros(1, tokens.shape[1], dtype=torch.bool)
-            where = torch.cat([places for places, _, _ in rows.values()])
-            mask[0, where] = True
-            deep = [torch.cat(each)[where.argsort()] for each in
-                    zip(*(deep for _, _, deep in rows.values()), strict=True)]  # fmt: skip
-            hidden = base.language_model(
-                inputs_embeds=embeddings, position_ids=positions, visual_pos_masks=mask,
-                deepstack_visual_embeds=deep,
-            ).last_hidden_state  # fmt: skip
-            logits = self.model.lm_head(hidden)[0]
-        found = logits[len(ids) - 1 : -1].log_softmax(-1)
-        return found.gather(1, torch.tensor(response)[:, None])[:, 0]
-
-
-class Hearer(Seer):
-    """The same of the tiny model that hears, too, also videos."""
-
-    def __init__(self, folder):
-        self.folder, self.tokens = folder, models.hearing_tokenizer()
-        self.recipe = read_recipe(
-            folder, MediaConfig(audio_in_video=True, video_tokens_per_frame=(2, 24))
-        )
-        kind = Qwen3OmniMoeThinkerForConditionalGeneration
-        self.model = kind.from_pretrained(folder, dtype=torch.float32).eval()
-        ids = self.tokens.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>", "<|audio_pad|>"])
-        self.image, self.video, self.audio = ids
-        self.placeholders = dict(zip(ids, ("image", "video", "audio"), strict=True))
-
-    def logprobs_of(self, ids, media, spans, response):
-        """Each medium is encoded by itself."""
+        """The same of media that are decoded, each of which is encoded by itself."""
         parts = {name.rpartition(".")[2]: module for name, module in self.model.named_modules()}
         language = parts.get("language_model", self.model.model)  # as it is until 5.22
         tokens = torch.tensor([[*ids, *response]])
@@ -197,7 +159,7 @@ class Hearer(Seer):
                     mask[0, place] = True
                     deep.append([level[begin:end] for level in levels])
             assert done == [len(features) for features, _ in encoded]
-            positions = self._positions(ids, [each.extent for each in media])
+            positions = self._positions(ids, [each.extent for each in media], spans)
             after = positions[..., -1].max() + 1 + torch.arange(len(response))
             positions = torch.cat([positions, after.expand(3, 1, -1)], -1)
             levels = [torch.cat(level) for level in zip(*deep, strict=True)]
@@ -221,19 +183,44 @@ class Hearer(Seer):
         made = parts["visual"](patches(array, vision, torch.float32), grid_thw=grid)
         return made.pooler_output, made.deepstack_features
 
-    def _positions(self, ids, extents):
+    def _positions(self, ids, extents, spans):
+        types = torch.zeros(1, len(ids), dtype=torch.int)
+        for span in spans:
+            is_video = extents[span.medium].modality == "video"
+            types[0, span.first : span.first + span.tokens] = 2 if is_video else 1
+        found, _ = self.model.model.get_rope_index(
+            torch.tensor([ids]), mm_token_type_ids=types, image_grid_thw=_of(extents, "image"),
+            video_grid_thw=_of(extents, "video"), attention_mask=torch.ones(1, len(ids)),
+        )  # fmt: skip
+        return found
+
+
+def _of(extents, modality, what="grid"):
+    found = [getattr(each, what) for each in extents if each.modality == modality]
+    return torch.tensor(found) if found else None
+
+
+class Hearer(Seer):
+    """The same of the tiny model that hears, too, also videos."""
+
+    def __init__(self, folder):
+        self.folder, self.tokens = folder, models.hearing_tokenizer()
+        settings = {"advanced": {"audio_in_video": True}, "video_tokens_per_frame": (2, 24)}
+        self.recipe = read_recipe(folder, MediaConfig(**settings))
+        kind = Qwen3OmniMoeThinkerForConditionalGeneration
+        self.model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        ids = self.tokens.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>", "<|audio_pad|>"])
+        self.image, self.video, self.audio = ids
+        self.placeholders = dict(zip(ids, ("image", "video", "audio"), strict=True))
+
+    def _positions(self, ids, extents, spans):
         """Cut off, as SGLang does."""
-
-        def of(modality, what):
-            found = [getattr(each, what) for each in extents if each.modality == modality]
-            return torch.tensor(found) if found else None
-
         ids = torch.tensor([ids])
         index = getattr(self.model.model, "get_rope_index", None) or self.model.get_rope_index
         found, _ = index(
-            ids, of("image", "grid"), of("video", "grid"), torch.ones_like(ids),
-            any(each.is_of_video for each in extents), of("audio", "mel_frames"),
-            of("video", "seconds_per_grid"),
+            ids, _of(extents, "image"), _of(extents, "video"), torch.ones_like(ids),
+            any(each.is_of_video for each in extents), _of(extents, "audio", "mel_frames"),
+            _of(extents, "video", "seconds_per_grid"),
         )  # fmt: skip
         return found.floor()
 

@@ -14,7 +14,6 @@ from relax_hpc.inference.client import EngineClient
 from relax_hpc.inference.members import EngineRegistry
 from relax_hpc.runtime.comm.bucket import BucketPlan
 from relax_hpc.runtime.paths import RunPaths
-from relax_hpc.trainer.checkpoints.saving import save_hf
 from relax_hpc.trainer.megatron import hf_weights
 from relax_hpc.trainer.megatron.scorer import MegatronScorer
 from relax_hpc.weights.publish import Publisher
@@ -39,7 +38,7 @@ def open_publisher(
     scorer = _state["scorer"] = MegatronScorer(config.model, config.actor, world, CPU)
     scorer._frozen = frozen
     specs, paths = scorer.weight_specs(), RunPaths(config.run_dir)
-    weights = WeightsConfig(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    weights = WeightsConfig(advanced={"bucket_bytes": bucket_bytes, "timeout_s": timeout_s})
     plan = bent(BucketPlan.of(specs, bucket_bytes), bend)
     link, gather = None, scorer.gather(bucket_bytes, to_all=lanes)
     others = {"collective": partial(give_gathered, gather)}
@@ -84,14 +83,6 @@ def publish(version, folder, check):
         return _state["ranks"].publish(tensors)
     published = _state["publisher"].publish(version, tensors, check=check)
     return published._asdict() | {"verified": published.verified and published.verified._asdict()}
-
-
-def export(folder, to):
-    """Loads a checkpoint, and writes it as an export is written, in several files."""
-    scorer = _state["scorer"]
-    hf_weights.load(scorer._chunks, folder)
-    write = dist.get_rank() == 0
-    save_hf(to, scorer.stream_weights(), folder, write=write, shard_bytes=400_000)
 
 
 def wait_for_loads():

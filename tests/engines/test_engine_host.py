@@ -1,12 +1,13 @@
 """An engine that is lost comes back as another start; one that cannot is named."""
 
-import asyncio
 import os
 import signal
 import time
 
 import psutil
 import pytest
+from engine_fixtures import wait_until
+from trainers import job
 
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import EngineError
@@ -25,24 +26,14 @@ CONTEXT = TaskContext("rollout", 0, 1, 0, attempt="7.0", start=2, node="here")
 
 
 class Hosted:
-    """A host with its run directory, as the rest of a run sees it."""
-
     def __init__(self, folder, model, **pool):
         self.paths = RunPaths(folder)
-        self.config = RunConfig.model_validate(
-            {
-                "name": "host",
-                "model": {"path": model, "dtype": "float32"},
-                "prompts": {"train": "unused"},
-                "schedule": {"num_steps": 1},
-                "launch": {"max_restarts": 3},
-                "engines": {"rollout": {"start_timeout_s": 60, **pool}},
-            }
-        )
+        pool = {"rollout": {"advanced": {"start_timeout_s": 60, **pool}}}
+        config = RunConfig.model_validate(job(model).model_dump() | {"engines": pool})
         self.secret = RunSecret.create(self.paths.secret)
         self.events = EventWriter(self.paths.events("rollout", 0), "rollout", 0)
         slot = EngineSlot("rollout-0", number=0, local_index=0)
-        self.host = EngineHost(hosting_of(self.config, slot), self.paths, CONTEXT, self.events)
+        self.host = EngineHost(hosting_of(config, slot), self.paths, CONTEXT, self.events)
 
     @property
     def member(self):
@@ -52,18 +43,17 @@ class Hosted:
         return [e for e in read_events(self.paths.root / "events") if e["event"] == event]
 
     def pid(self):
-        start, deadline = int(self.member.start.rpartition("-")[2]), time.monotonic() + 10
-        while len(said := self.happened("engine")) < start:  # its host says so a little later
-            assert time.monotonic() < deadline, said
-            time.sleep(0.05)
-        return said[-1]["engine_pid"]
+        start = int(self.member.start.rpartition("-")[2])
+        wait_until(lambda: len(self.happened("engine")) == start)  # its host says so a bit later
+        return self.happened("engine")[-1]["engine_pid"]
 
     def wait_for(self, state, start=None):
-        deadline = time.monotonic() + 60
-        while (now := self.member) is None or now.state != state or start not in (None, now.start):
-            assert time.monotonic() < deadline, now
-            time.sleep(0.05)
-        return now
+        def is_there():
+            now = self.member
+            return now and now.state == state and start in (None, now.start)
+
+        wait_until(is_there)
+        return self.member
 
     def sync(self, *, start="7.0-2-1", state="ACTIVE", reason=""):
         entry = RosterEntry(start, 1, state, reason)
@@ -113,43 +103,11 @@ def test_an_engine_that_dies_hangs_or_is_fenced_is_started_again(checkpoints, tm
     assert len(list((tmp_path / "logs").glob("engine-rollout-0-7.0-2-*.log"))) == 4
 
 
-def test_an_engine_that_ends_again_and_again_ends_its_role_by_name(checkpoints, tmp_path):
-    hosted = Hosted(tmp_path, checkpoints[0])
-    hosted.config = hosted.config.model_copy(
-        update={"launch": hosted.config.launch.model_copy(update={"max_restarts": 0})}
-    )
-    slot = EngineSlot("rollout-0", number=0, local_index=0)
-    host = EngineHost(hosting_of(hosted.config, slot), hosted.paths, CONTEXT, hosted.events)
-
-    async def role():
-        await asyncio.wait_for(host.failure(), 60)
-
-    with host:
-        host.wait_until_healthy()
-        os.kill(hosted.pid(), signal.SIGKILL)
-        with pytest.raises(EngineError, match=r"rollout-0 ended 1 times .* killed by SIGKILL"):
-            asyncio.run(role())
-    assert hosted.member.state == "FAILED"
-    assert "killed by SIGKILL" in hosted.member.reason and "\n" not in hosted.member.reason
-
-
-def test_an_engine_that_cannot_start_fails_at_once_and_says_why(checkpoints, tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    hosted = Hosted(tmp_path, tmp_path)
-    with (
-        hosted.host,
-        pytest.raises(EngineError, match=r"(?s)engine rollout-0: .*'gpt2': only llama"),
-    ):
-        hosted.host.wait_until_healthy()
-    assert hosted.member.state == "FAILED"
-
-
 def test_a_host_that_is_left_while_its_engine_starts_leaves_nothing_behind(checkpoints, tmp_path):
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     hosted = Hosted(tmp_path, checkpoints[0])
     with hosted.host:
         hosted.wait_for("STARTING")
-        while hosted.member.reason != "loading the model":
-            time.sleep(0.01)
+        wait_until(lambda: hosted.member.reason == "loading the model")
     assert hosted.member.state == "GONE"
     assert {p.pid for p in psutil.Process().children(recursive=True)} <= before

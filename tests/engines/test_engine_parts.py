@@ -8,71 +8,28 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 from sglang_under_test import SGLANG_PYTHON
+from trainers import job
 
 from relax_hpc.config.run import RunConfig
-from relax_hpc.errors import PeerTimeoutError
 from relax_hpc.inference import members
 from relax_hpc.inference.client import EngineClient
 from relax_hpc.inference.sglang import launch
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.engine import host as engine_parts
-from relax_hpc.roles.engine.host import EngineHost, Parts, hosting_of, slots_of
+from relax_hpc.roles.engine.host import EngineHost, hosting_of, slots_of
 from relax_hpc.runtime.files.run_secret import RunSecret
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry.events import EventWriter
 
 
-def config_of(model, **launch_settings):
-    return RunConfig.model_validate(
-        {
-            "name": "parts",
-            "model": {"path": model, "dtype": "float32"},
-            "prompts": {"train": "unused"},
-            "schedule": {"num_steps": 1},
-            "launch": launch_settings,
-            "engines": {
-                "rollout": {
-                    "kind": "sglang",
-                    "nodes_per_engine": 2,
-                    "start_timeout_s": 600,
-                    "args": {"tp_size": 2},
-                    "resources": {"nodes": 2},
-                }
-            },
-        }
-    )
+def config_of(model):
+    pool = {"kind": "sglang", "nodes_per_engine": 2, "advanced": {"start_timeout_s": 600}}
+    pool |= {"args": {"tp_size": 2}, "resources": {"nodes": 2}}
+    return RunConfig.model_validate(job(model).model_dump() | {"engines": {"rollout": pool}})
 
 
 def context(rank, start=1):
     return TaskContext("rollout", rank, 2, 0, attempt="7.0", start=start, node=f"node{rank}")
-
-
-def test_a_part_hears_the_calls_of_its_own_step_and_no_older_ones(tmp_path):
-    paths, config = RunPaths(tmp_path), config_of(tmp_path, peer_timeout_s=1)
-    host = Parts(paths, "rollout-0", 2)
-    with host.call("7.0-1-4") as share:
-        assert (share.nodes, share.rank) == (2, 0)
-        assert share.address.rpartition(":")[2].isdigit()
-    host.dismiss("7.0-1-4")
-    later = context(1, start=2)
-    [slot] = slots_of(config.rollout_pool, later)
-    events = EventWriter(paths.events("rollout", 1), "rollout", 1)
-    with pytest.raises(PeerTimeoutError, match="host of rollout-0 called for no start"):
-        engine_parts.serve_part(hosting_of(config, slot), paths, later, events)
-    # Dismissed, so it ends.
-    engine_parts.serve_part(hosting_of(config, slot), paths, context(1), events)
-
-
-def test_a_lost_part_is_lost_in_its_own_start_only(tmp_path):
-    paths = RunPaths(tmp_path)
-    host = Parts(paths, "rollout-0", 2)
-    assert host.end("7.0-1-1") == ""
-    part = engine_parts._Part(hosting_of(config_of(tmp_path), slots_of(
-        config_of(tmp_path).rollout_pool, context(1)
-    )[0]), paths, context(1))  # fmt: skip
-    part.report(engine_parts.HostCall("7.0-1-1", "h:1", over=False), "ended with code 3\nmuch more")
-    assert host.end("7.0-1-1") == "lost part 1 on node1: it ended with code 3"
-    assert host.end("7.0-1-2") == ""
 
 
 def children_with(word):

@@ -1,24 +1,27 @@
-"""SGLang is shown canonical pixels, and computes what Hugging Face computes of them."""
+"""SGLang is shown canonical arrays, and computes what Hugging Face computes of them."""
 
 import asyncio
 import json
-import time
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from engine_fixtures import started
 from seer import (
+    AUDIO,
+    HEARD,
     IMAGE,
+    SEEN,
     TOGETHER,
     TOLERANCE,
-    VIDEO,
+    Hearer,
     Seer,
     ask,
     assert_update_is_seen,
-    clip,
+    film,
     image,
     make,
+    sound,
     source,
 )
 from sglang_under_test import SGLANG_PYTHON
@@ -26,50 +29,65 @@ from sglang_under_test import SGLANG_PYTHON
 from relax_hpc.bus import layout
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.shards.encode import from_columns, to_columns
 from relax_hpc.bus.tools import inventory
 from relax_hpc.config import job_file
 from relax_hpc.data.media.expand import MediaSpan
 from relax_hpc.data.media.stored import DECODERS, StoredMedium, decoders
 from relax_hpc.data.media.workers import Decoders, MediaWorkers
-from relax_hpc.environments.environment import Outcome
+from relax_hpc.environments.session import Outcome
 from relax_hpc.errors import EngineError
-from relax_hpc.inference import capabilities
-from relax_hpc.inference.generation import Draft, GenerationClient, Sampling
+from relax_hpc.inference.generation import GenerationClient, Sampling
 from relax_hpc.roles.rollout import prompt_check
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
 from relax_hpc.runtime.paths import BusPaths
-
-THOUSANDS = 10_000
+from relax_hpc.trainer.megatron.packing import position_ids
 
 pytestmark = [pytest.mark.sglang, pytest.mark.skipif(not SGLANG_PYTHON, reason="needs SGLang")]
+
+CHUNK = 24  # tokens of a prompt that are read at once; the long sound has more
 
 
 @pytest.fixture(scope="module")
 def seer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("seer")
-    make(folder)
-    made = Seer(folder)
-    log_path = tmp_path_factory.mktemp("log") / "engine.log"
-    with started("sglang", folder, log_path) as made.process:
+    whole, made = make(folder), Seer(folder)
+    made.whole = whole
+    with started("sglang", folder, tmp_path_factory.mktemp("log") / "log") as made.process:
         yield made
 
 
-CASES = {
-    "image": (IMAGE + "what?", lambda f: [source(f, 1)]),
-    "2 images": ("is " + IMAGE + "as" + IMAGE + "?", lambda f: [
-        source(f, 1), source(f, 2, height=128, width=64),
-    ]),
-    "video": (VIDEO + "what?", lambda f: [clip(f, 10)]),
-    "image and video": (IMAGE + "in" + VIDEO + "?", lambda f: [source(f, 1), clip(f, 10)]),
-}  # fmt: skip
+@pytest.fixture(scope="module")
+def hearer(tmp_path_factory):
+    """On an engine that reads prompts in pieces, and puts off what runs beside another request."""
+    folder = tmp_path_factory.mktemp("hearer")
+    whole, made = make(folder, kind="omni"), Hearer(folder)
+    made.whole = whole
+    log, args = tmp_path_factory.mktemp("log") / "log", {"chunked_prefill_size": CHUNK}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_TEST_RETRACT", "1")
+        with started("sglang", folder, log, args=args) as made.process:
+            yield made
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_logprobs_are_hugging_faces_of_the_same_pixels(seer, tmp_path, case):
-    text, media = CASES[case]
-    prompt = seer.prompt(text, *media(tmp_path))
-    [generation] = ask(seer, [prompt])
-    assert seer.gap(prompt, generation).max() <= TOLERANCE
+@pytest.fixture
+def engine(request):
+    return request.getfixturevalue(request.param)
+
+
+of_both = pytest.mark.parametrize("engine", ["seer", "hearer"], indirect=True)
+
+
+@pytest.mark.parametrize(
+    ("engine", "case"),
+    [*(("seer", case) for case in SEEN), *(("hearer", case) for case in HEARD)],
+    indirect=["engine"],
+)
+def test_logprobs_are_hugging_faces_of_the_same_arrays(engine, tmp_path, case):
+    text, media = (SEEN | HEARD)[case]
+    prompt = engine.prompt(text, *media(tmp_path))
+    [generation] = ask(engine, [prompt])
+    assert engine.gap(prompt, generation).max() <= TOLERANCE
 
 
 def test_placeholders_in_a_draft_are_text(seer, tmp_path):
@@ -80,63 +98,39 @@ def test_placeholders_in_a_draft_are_text(seer, tmp_path):
     assert seer.gap(prompt, generation)[6:].max() <= TOLERANCE
 
 
-@pytest.mark.soak
-def test_thousands_of_images_of_one_size_are_never_confused(seer, tmp_path):
-    """Each is asked once, all in turn, then a part again, from the caches."""
-    began = time.monotonic()
-    prompts = [seer.prompt(IMAGE + "what?", source(tmp_path, n)) for n in range(THOUSANDS)]
-    references, worst = {}, 0.0
-    order = [*range(THOUSANDS), *range(0, THOUSANDS, 10)]
-    for first in range(0, len(order), 250):
-        numbers = order[first : first + 250]
-        done = ask(seer, [prompts[n] for n in numbers], new=1)
-        for number, made in zip(numbers, done, strict=True):
-            key = number, made.token_ids[0]
-            if key not in references:
-                references[key] = float(seer.logprobs(prompts[number], made.token_ids)[0])
-            worst = max(worst, abs(made.logprobs[0] - references[key]))
-    values = np.array(list(references.values()))
-    apart = np.abs(values - np.roll(values, 1))
-    print(f"\n{THOUSANDS} images: {worst:.1e} nats, {time.monotonic() - began:.0f} s")
-    assert worst <= TOGETHER and np.median(apart) > 1e-2
-
-
-def test_images_of_one_size_are_never_confused(seer, tmp_path):
-    """The same text, token by token, and the same place of the image."""
-    prompts = [seer.prompt(IMAGE + "what?", source(tmp_path, n)) for n in range(100, 124)]
-    assert len({tuple(ids) for ids, _, _ in prompts}) == 1
+@of_both
+def test_media_are_never_confused(engine, tmp_path):
+    """Images of one size, after the same tokens; sounds of all lengths. Twice, from the cache."""
+    if isinstance(engine, Hearer):
+        seconds = [0.31, 0.8, 0.99, 1.0, 1.7, 2.0, 3.3, 0.31]
+        text, media = AUDIO, [sound(tmp_path, 100 + n, s) for n, s in enumerate(seconds)]
+    else:
+        text, media = IMAGE, [source(tmp_path, n) for n in range(100, 124)]
+    prompts = [engine.prompt(text + "what?", each) for each in media]
     for _ in range(2):
-        for prompt, made in zip(prompts, ask(seer, prompts, new=3), strict=True):
-            assert seer.gap(prompt, made).max() <= TOGETHER
-    of_last, of_first = (seer.logprobs(each, made.token_ids) for each in (prompt, prompts[0]))
-    assert (of_first - of_last).abs().max() > 1e-2, "the image matters"
+        for prompt, made in zip(prompts, ask(engine, prompts, new=3), strict=True):
+            assert engine.gap(prompt, made).max() <= TOGETHER
+    of_last, of_first = (engine.logprobs(each, made.token_ids) for each in (prompt, prompts[0]))
+    assert prompts[0][0] == prompt[0] and (of_first - of_last).abs().max() > 1e-3
+
+
+class Elsewhere(type(Path())):
+    """A file that has another path on the engine's node."""
+
+    def __str__(self):
+        return f"/nowhere/{self.name}"
+
+    def read_bytes(self):
+        return Path(*self.parts).read_bytes()
 
 
 def test_an_engine_elsewhere_is_sent_the_arrays(seer, tmp_path):
     def moved(view):
-        """The path leads nowhere once the request was refused, and to the file before."""
-        nowhere = tuple(
-            each._replace(path=Elsewhere(each.path, f"/nowhere/{each.path.name}"))
-            for each in view.media
-        )
-        return view._replace(media=nowhere)
+        return view._replace(media=tuple(m._replace(path=Elsewhere(m.path)) for m in view.media))
 
     prompt = seer.prompt(IMAGE + "what?", source(tmp_path, 77))
     [generation] = ask(seer, [prompt], before=moved)
     assert seer.gap(prompt, generation).max() <= TOLERANCE
-
-
-class Elsewhere:
-    """A file that has another path on the engine's node."""
-
-    def __init__(self, path, there):
-        self._path, self._there = path, there
-
-    def __str__(self):
-        return self._there
-
-    def read_bytes(self):
-        return self._path.read_bytes()
 
 
 def test_an_array_that_is_not_of_its_digest_is_refused(seer, tmp_path):
@@ -148,39 +142,18 @@ def test_an_array_that_is_not_of_its_digest_is_refused(seer, tmp_path):
         ask(seer, [prompt], before=wrong)
 
 
-def test_an_update_of_the_tower_is_seen_at_once(seer, tmp_path):
-    make(tmp_path / "other", seed=6, like=seer.model)
-    prompt = seer.prompt(IMAGE + "what?", source(tmp_path, 79))
-    assert_update_is_seen(seer, Seer(tmp_path / "other"), prompt)
-
-
-def test_an_aborted_response_goes_on_from_its_draft(seer, tmp_path):
-    prompt, draft = seer.prompt(IMAGE + "what?", source(tmp_path, 80)), Draft()
-
-    async def run():
-        ids, media, spans = prompt
-        async with (
-            MediaWorkers(seer.recipe, Decoders(1)) as workers,
-            workers.prepare(media, spans) as made,
-            GenerationClient(seer.process.url, seer.process.token, tokens_per_chunk=4) as client,
-        ):
-            how = Sampling(1.0, 300, ignore_eos=True, view=made.view)
-            first = asyncio.create_task(client.sample(ids, 1, how, draft=draft))
-            while len(draft.token_ids) < 8:
-                await asyncio.sleep(0.01)
-            await asyncio.to_thread(seer.process.client().abort_all)
-            await first
-            cut = len(draft.token_ids)
-            return cut, await client.sample(ids, 1, how, draft=draft)
-
-    cut, whole = asyncio.run(run())
-    assert 8 <= cut < 300 == len(whole.token_ids)
-    assert seer.gap(prompt, whole).max() <= TOLERANCE
+@of_both
+def test_an_update_of_the_tower_is_seen_at_once(engine, tmp_path):
+    kind = "omni" if isinstance(engine, Hearer) else "vl"
+    make(tmp_path / "other", kind=kind, seed=6, like=engine.whole)
+    if kind == "vl":
+        prompt = engine.prompt(IMAGE + "what?", source(tmp_path, 79))
+    else:
+        prompt = engine.prompt(AUDIO + "what?", sound(tmp_path, 79))
+    assert_update_is_seen(engine, type(engine)(tmp_path / "other"), prompt)
 
 
 class Client:
-    """An episode's way to one engine."""
-
     def __init__(self, client):
         self._client = client
 
@@ -190,8 +163,6 @@ class Client:
 
 
 class Half:
-    """A reward for everything."""
-
     async def rollout(self, prompt, session):
         await session.chat()
         return Outcome({"half": 0.5})
@@ -243,7 +214,6 @@ class Shows:
 
 
 def test_an_image_that_an_environment_adds_is_seen_from_its_turn_on(seer, tmp_path):
-    """Each turn has the logprobs that Hugging Face has of all that was shown before it."""
     image(300, 100, 150).save(tmp_path / "a.png")
     row = {"prompt": "<image> which?", "images": ["a.png"], "answer": "1"}
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
@@ -268,8 +238,18 @@ def test_an_image_that_an_environment_adds_is_seen_from_its_turn_on(seer, tmp_pa
     assert min(others) > 1e-2, "the image of the second turn matters"
 
 
+def assert_sampled_of(engine, row, media):
+    """The row's response has Hugging Face's logprobs of these media; (prompt, spans)."""
+    spans = [MediaSpan(*map(int, span)) for span in row.media_spans]
+    tokens = row.token_ids.tolist()
+    ids, response = tokens[: row.prompt_len], tokens[row.prompt_len :]
+    reference = engine.logprobs_of(ids, media, spans, response)
+    sampled = torch.from_numpy(row.columns["rollout_logprobs"][row.prompt_len :])
+    assert len(response) == 9 and (sampled - reference).abs().max() <= TOGETHER
+    return ids, spans
+
+
 def test_from_a_row_of_data_to_the_bus_and_back_it_is_one_set_of_pixels(seer, tmp_path):
-    """Engine and trainer: logprobs of what was sampled are Hugging Face's of what is stored."""
     rows = []
     for number in range(2):
         names = [f"{number}-{place}.png" for place in range(1 + number)]
@@ -289,20 +269,33 @@ def test_from_a_row_of_data_to_the_bus_and_back_it_is_one_set_of_pixels(seer, tm
         for number, row in enumerate(reader.rows(record, range(3))):
             wanted = [(number, place) for place in range(len(row.media))]
             media = [each.canonical(seer.recipe) for each in reader.media(record, wanted)]
-            tokens, spans = (
-                row.token_ids.tolist(),
-                [MediaSpan(*map(int, s)) for s in row.media_spans],
-            )
-            assert len(media) == len(spans) == rows[row.prompt_index]["prompt"].count("<image>")
-            ids, response = tokens[: row.prompt_len], tokens[row.prompt_len :]
-            reference = seer.logprobs_of(ids, media, spans, response)
-            sampled = torch.from_numpy(row.columns["rollout_logprobs"][row.prompt_len :])
-            assert len(response) == 9 and (sampled - reference).abs().max() <= TOGETHER
+            assert len(media) == rows[row.prompt_index]["prompt"].count("<image>")
+            assert_sampled_of(seer, row, media)
             seen.add(media[0].digest)
     assert len(seen) == 2
 
 
-def test_an_engine_that_takes_media_passes_its_probe(seer):
-    process = seer.process
-    able = capabilities.probe(process.url, process.token, timeout_s=120, model_path=seer.folder)
-    assert able.engine == "sglang"
+def heard(medium):
+    """As Hugging Face is told: all sounds are of videos."""
+    is_of_video = medium.extent.modality == "audio"
+    return medium._replace(extent=medium.extent._replace(is_of_video=is_of_video))
+
+
+def test_a_video_of_the_data_is_heard_by_engine_and_trainer_alike(hearer, tmp_path):
+    """What was sampled has Hugging Face's logprobs of what the bus has; so have positions."""
+    names = [film(tmp_path, n, heard_s=seconds).path.name for n, seconds in ((30, 2.0), (31, 0.9))]
+    rows = [
+        {"prompt": "<video> or <video>?", "videos": names, "answer": "1"},
+        {"prompt": "what is <video>?", "videos": names[1:], "answer": "1"},
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"advanced": {"audio_in_video": True}, "video_tokens_per_frame": [2, 24]}
+    for group in groups(hearer, tmp_path, Half(), 2, **settings):
+        for row in from_columns(to_columns([group])):
+            assert len(row.media) == 2 * len(rows[row.prompt_index]["videos"])
+            media = [heard(StoredMedium(m, "a row").canonical(hearer.recipe)) for m in row.media]
+            ids, spans = assert_sampled_of(hearer, row, media)
+            expected = hearer._positions(ids, [m.extent for m in media], spans)[:, 0]
+            found = position_ids([row], 0, hearer.recipe).T
+            assert torch.equal(found[:, : len(ids)].float(), expected)
+            assert (found[:, len(ids) :] == expected[:, -1].max() + 1 + torch.arange(9)).all()

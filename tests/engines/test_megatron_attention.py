@@ -1,8 +1,5 @@
 """Packed attention, alone and over context-parallel ranks."""
 
-import sys
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +7,7 @@ from trainers import VOCAB, assert_close
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.trainer.megatron.layers import attention_kernels
-from relax_hpc.trainer.megatron.layers.attention import PackedRange, PackedRows, PackedSpan, runs
+from relax_hpc.trainer.megatron.layers.attention import PackedRange, PackedRows, runs
 
 CPU = torch.device("cpu")
 LENGTHS = [13, 1, 30, 4, 16]
@@ -97,7 +94,7 @@ def test_context_parallel_ranks_get_the_logprobs_and_gradients_of_one(pair, fold
 
 @pytest.mark.parametrize("kernel", ["cudnn", "varlen"])
 def test_a_kernel_that_does_not_work_here_is_refused_with_the_one_that_does(kernel):
-    with pytest.raises(ConfigError, match=rf'actor\.attention = "{kernel}".*"sdpa"'):
+    with pytest.raises(ConfigError, match=rf'actor\.advanced\.attention = "{kernel}".*"sdpa"'):
         attention_kernels.choose(kernel, CPU, torch.float32)
 
 
@@ -150,50 +147,3 @@ def test_split_vocabulary_gives_the_whole_ones_logprobs_and_gradient(ranks, size
         hidden=logits, weight=weight, targets=targets, upstream=upstream
     ):
         assert_close(found, expected, atol=1e-4, rtol=1e-5)
-
-
-def test_cudnn_keeps_the_graphs_used_last(monkeypatch):
-    built = []
-
-    def build(shape, handle, *, backward):
-        built.append(shape)
-        return shape
-
-    monkeypatch.setitem(sys.modules, "cudnn", SimpleNamespace())
-    monkeypatch.setattr(attention_kernels, "_build", build)
-    monkeypatch.setattr(attention_kernels, "_GRAPHS", 2)
-    kernel = attention_kernels.CudnnAttention()
-    kernel._handle = object()
-    for shape in "aabacb":  # c takes the place of b, which was used longer ago than a
-        assert kernel._graph(shape, backward=False) == shape
-    assert built == ["a", "b", "c", "b"]
-    assert len(kernel._graphs) == 2
-
-
-def test_a_tower_that_cudnn_does_not_take_leaves_the_text_its_way(monkeypatch):
-    class NotSupportedError(Exception):
-        pass
-
-    def build(shape, handle, *, backward):
-        if shape.is_single and not shape.is_causal:
-            raise NotSupportedError
-        return shape
-
-    monkeypatch.setitem(
-        sys.modules, "cudnn", SimpleNamespace(cudnnGraphNotSupportedError=NotSupportedError)
-    )
-    monkeypatch.setattr(attention_kernels, "_build", build)
-    kernel = attention_kernels.CudnnAttention()
-    kernel._handle = object()
-    asked = []
-    monkeypatch.setattr(
-        kernel, "_attend", lambda query, key, value, shape, layout: asked.append(shape) or query
-    )
-    rows = torch.ones(512, 2, 64)
-    ends = torch.tensor([0, 512], dtype=torch.int32)
-    run = PackedRange((0, 512), (0, 512), (512,), (512,))
-    for is_causal in (False, True, False, True):
-        kernel(rows, rows, rows, PackedSpan(run, ends, ends, is_causal=is_causal), 0.125)
-    assert [(shape.is_causal, shape.is_single) for shape in asked] == [
-        (False, False), (True, True), (False, False), (True, True),
-    ]  # fmt: skip

@@ -1,16 +1,13 @@
 """The functions that ranks of a pool run: a trainer is opened, then asked and looked into."""
 
 import gc
-import time
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 from unittest import mock
 
 import discounted
 import numpy as np
-import sequence_ratio
 import surprise
 import torch
 import torch.distributed as dist
@@ -24,7 +21,6 @@ from relax_hpc.algorithms.algorithm import algorithm_of
 from relax_hpc.algorithms.composition import Objective, cross_entropy, objective_of, value_loss
 from relax_hpc.algorithms.kl import Kl
 from relax_hpc.algorithms.part import LossOutput
-from relax_hpc.cli.bench import train as bench_train
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import MismatchError, TrainingError
 from relax_hpc.roles.actor.loop import Reference
@@ -32,7 +28,7 @@ from relax_hpc.roles.actor.rank0 import LogprobCheck
 from relax_hpc.roles.dealing.micro_batches import own_rows, plan_micro_batches
 from relax_hpc.roles.dealing.portions import split_groups
 from relax_hpc.roles.sft import loop as sft
-from relax_hpc.roles.sft.build import deal
+from relax_hpc.roles.sft.loop import deal
 from relax_hpc.roles.training.build import trainer_of
 from relax_hpc.runtime.comm.bucket import BucketPlan, views
 from relax_hpc.trainer.checkpoints import saving
@@ -45,17 +41,11 @@ from relax_hpc.trainer.megatron.grid import own_part, whole
 from relax_hpc.trainer.megatron.layers import attention, attention_kernels, router
 from relax_hpc.trainer.megatron.layers import logprobs as heads
 from relax_hpc.trainer.megatron.scorer import MegatronScorer
-from relax_hpc.trainer.models import hf_files, registry
+from relax_hpc.trainer.models import registry
 from relax_hpc.trainer.models.towers import SoundTower as Ears
 
 CPU = torch.device("cpu")
 _state = {}
-
-
-class Output(NamedTuple):
-    loss: object
-    metrics: dict
-    denominator: object = None
 
 
 class PoolWorld:
@@ -101,26 +91,11 @@ def open_trainer(config):
         tower.register_forward_pre_hook(_note)
 
 
-def open_trainers(configs):
-    """Several in one process, by a thread each."""
-    leave_grid()
-    torch.set_num_threads(1)
-    trainers = []
-    for config in configs:
-        open_trainer(config)
-        trainers.append(_state["trainer"])
-    _state["trainers"] = trainers
-
-
 def open_critic(config, weights=None):
     which = config.model.model_copy(update={"weights": weights}) if weights else config.model
-    _opened(
-        config,
-        lambda: MegatronCritic(
-            which, config.actor, config.actor.optimizer, PoolWorld(), CPU,
-            num_steps=config.num_steps, seed=config.seed,
-        ),
-    )  # fmt: skip
+    given = which, config.actor, config.actor.optimizer
+    how = {"num_steps": config.num_steps, "seed": config.seed}
+    _opened(config, lambda: MegatronCritic(*given, PoolWorld(), CPU, **how))
 
 
 def open_scorer():
@@ -146,10 +121,7 @@ def _opened(config, make):
 
 def set_grid(layout):
     """Unmakes the groups of another grid."""
-    sizes = (
-        layout.tensor_parallel, layout.pipeline_parallel, layout.virtual_pipeline,
-        layout.context_parallel, layout.expert_parallel, layout.expert_tensor_parallel,
-    )  # fmt: skip
+    sizes = layout.model_dump(exclude={"data_parallel"})
     if _state.get("grid") != sizes:  # making groups is slow
         leave_grid()
         _state["grid"] = sizes
@@ -189,18 +161,14 @@ def surrogate():
         mask, old = micro_batch.loss_mask, micro_batch.columns["old_logprobs"]
         ratio = torch.where(mask, logprobs - old, 0.0).exp()
         value = -(ratio * micro_batch.columns["advantages"] * mask).sum()
-        return Output(value, {"ratio": (ratio * mask).sum()})
+        return LossOutput(value, {"ratio": (ratio * mask).sum()})
 
     return loss
 
 
-def poisoned():
-    return lambda logprobs, micro_batch: Output(logprobs.sum() * float("nan"), {})
-
-
 def exploding():
     """A finite loss whose gradient is not: sqrt at 0."""
-    return lambda logprobs, micro_batch: Output(
+    return lambda logprobs, micro_batch: LossOutput(
         (logprobs - logprobs.detach()).square().sum().sqrt(), {}
     )
 
@@ -212,9 +180,8 @@ def of_parts(keys, *columns):
 
 LOSSES = {
     "discounted": of_parts(discounted.algorithm),
-    "sequence_ratio": of_parts(sequence_ratio.algorithm),
     "surprise": of_parts(surprise.algorithm, "surprise"),
-    "surrogate": surrogate, "poisoned": poisoned, "exploding": exploding,
+    "surrogate": surrogate, "exploding": exploding,
 }  # fmt: skip
 
 
@@ -258,20 +225,12 @@ def _of_own(rows, compute):
     return {row: found[row] for batch in micro_batches for row in batch}
 
 
-def train(
-    rows, advantages, num_steps=1, loss="surrogate", num_portions=1, tell_last=True, weights=None
-):
+def train(rows, advantages, num_steps=1, loss="surrogate", num_portions=1, tell_last=True):
     trainer = _state["trainer"]
     for _ in range(num_steps):
         shares = _shares(rows, num_portions)
         for number, (portion, micro_batches) in enumerate(shares, 1):
             chosen = valued([rows[row] for row in portion], advantages[portion])
-            if weights is not None:  # of the tokens of each row; every row counts once
-                one = np.ones((), np.float32)
-                chosen = [
-                    row.with_columns(weights=np.asarray(weights[place], np.float32), counts=one)
-                    for place, row in zip(portion, chosen, strict=True)
-                ]
             last = tell_last and number == len(shares)
             trainer.accumulate(chosen, micro_batches, Objective(LOSSES[loss]()), last=last)
         metrics = trainer.update()
@@ -309,19 +268,10 @@ def engine_gap(rows, advantages, num_portions=1):
     return gaps[0], metrics
 
 
-def gap_of_algorithm(rows, advantages, keys):
-    """(tokens, mean) of the gap to the sampler; the step is not counted."""
-    trainer, gaps = _state["trainer"], []
-    with _before_update(lambda: gaps.append(trainer.engine_gap())):
-        step(rows, advantages, keys)
-    trainer.step = 0  # the policy that sampled, to whoever asks next
-    return gaps[0].num_tokens, gaps[0].mean
-
-
 def check(rows, advantages, limit):
     """Returns the end of the comparison with the engines, before the first update."""
     tree = _state["config"].model_dump()
-    tree["weights"]["max_logprob_gap"] = limit
+    tree["weights"]["advanced"]["max_logprob_gap"] = limit
     with _before_update(LogprobCheck(RunConfig.model_validate(tree), _state["trainer"])):
         try:
             train(rows, advantages)
@@ -410,13 +360,10 @@ def learn(rows, num_steps=1, num_portions=1, clip=0.0):
         shares = _shares(rows, num_portions)
         for number, (portion, micro_batches) in enumerate(shares, 1):
             chosen = [
-                rows[row]._replace(
-                    columns={
-                        "advantages": np.float32(rows[row].reward),
-                        "values": np.zeros(len(rows[row].token_ids), np.float32),
-                    }
+                row.with_columns(
+                    advantages=np.float32(row.reward), values=np.zeros(len(row.token_ids), "f4")
                 )
-                for row in portion
+                for row in (rows[number] for number in portion)
             ]
             trainer.accumulate(chosen, micro_batches, objective, last=number == len(shares))
         metrics = trainer.update()
@@ -441,27 +388,6 @@ def _accumulate(documents):
     share = _share(documents)
     _state["trainer"].accumulate(share.rows, share.micro_batches, Objective(cross_entropy))
     return len(share.micro_batches)
-
-
-def seconds(rows, advantages, repeats):
-    """[trainers][repeats, 2] seconds of a step, by the clock and of this thread; trainers take
-    turns."""
-    taken = [[] for _ in _state["trainers"]]
-    for turn in range(repeats):
-        order = range(len(taken))
-        for number in reversed(order) if turn % 2 else order:
-            _state["trainer"] = _state["trainers"][number]
-            begin = time.perf_counter(), time.thread_time()
-            train(rows, advantages)
-            now = time.perf_counter(), time.thread_time()
-            taken[number].append([last - first for first, last in zip(begin, now, strict=True)])
-    return taken
-
-
-def bench(task, work):
-    """The figures of a `bench.train.TrainTask` for one of its works."""
-    leave_grid()
-    return bench_train.measure_work(task, work, PoolWorld(), CPU)
 
 
 def warm_up():
@@ -631,18 +557,6 @@ def moments():
     return [state for optimizer in optimizers() for state in optimizer.state.values()]
 
 
-def adam():
-    """(step counts, sum of |first moments|) of this rank's part."""
-    return {float(s["step"]) for s in moments()}, sum(
-        float(s["exp_avg"].abs().sum()) for s in moments()
-    )
-
-
-def gradient_types():
-    """Types of this rank's gradient buffers."""
-    return {str(parameter.main_grad.dtype) for parameter in _parameters()}
-
-
 def moment_types():
     """Types of Adam's moments on this rank."""
     return {str(state[key].dtype) for state in moments() for key in ("exp_avg", "exp_avg_sq")}
@@ -721,56 +635,7 @@ def media_of_micro_batches(rows):
     return [sum(len(rows[row].media) for row in batch) for batch in _own(rows)]
 
 
-def _everything():
-    """Weights, gradients, main parameters and moments of this rank, copied."""
-    found = {}
-    for number, buffer in enumerate(_buffers()):
-        found[f"{number}/weights"] = buffer.param_data.clone()
-        found[f"{number}/gradient"] = buffer.grad_data.clone()
-    for main in mains():
-        found[f"main/{len(found)}"] = main.detach().clone()
-    for state in moments():
-        for name, value in state.items():
-            found[f"{name}/{len(found)}"] = value.clone()
-    return found
-
-
-def swap(rows, advantages, fail=False):
-    """Keeps the weights, trains, swaps them in and out; what differs, and the bank's bytes."""
-    trainer, first = _state["trainer"], _everything()
-    trainer.bank.keep("first")
-    train(rows, advantages)
-    trainer.accumulate(valued(rows, advantages), _own(rows), Objective(surrogate()))
-    before, inside = _everything(), {}
-    try:
-        for version in (trainer.step, trainer.step, None):
-            with trainer.bank.swap("first", version=version):
-                inside = _everything()
-                if fail:
-                    raise KeyError("inside")
-    except KeyError:
-        assert fail
-    after = _everything()
-    swapped = [name for name in before if name.endswith("/weights")]
-    numel = sum(first[name].numel() for name in swapped)
-    return {
-        "not swapped in": [name for name in swapped if not inside[name].equal(first[name])],
-        "trained": any(not before[name].equal(first[name]) for name in swapped),
-        "changed": [name for name in before if not before[name].equal(after[name])],
-        "bytes of a weight": trainer.bank.nbytes / numel,
-    }
-
-
 # A model without a trainer, and its layers.
-
-
-class Loaded(NamedTuple):
-    num_read: int
-    """Elements read of the checkpoint."""
-    num_held: int
-    """Elements of this rank's parameters."""
-    num_opened: dict[str, int]
-    """How often each file was opened."""
 
 
 def _build(actor, folder, dtype):
@@ -787,45 +652,14 @@ def load_model(config):
     set_grid(config.actor.layout)
     grid.initialize(config.actor.layout)
     chunks = _state["chunks"] = _build(config.actor, config.model.path, config.model.dtype)
-    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-    for parameter in parameters:
+    for parameter in (each for chunk in chunks for each in chunk.parameters()):
         parameter.data.fill_(float("nan"))
-    read, opened = [], Counter()
-    safe_open, read_part = hf_files.safe_open, hf_files.HfFiles.read
-
-    def counted_open(path, *args, **kwargs):
-        opened[path.name] += 1
-        return safe_open(path, *args, **kwargs)
-
-    def counted_read(*args):
-        part = read_part(*args)
-        read.append(part.numel())
-        return part
-
-    with (
-        mock.patch.object(hf_files, "safe_open", counted_open),
-        mock.patch.object(hf_files.HfFiles, "read", counted_read),
-    ):
-        hf_weights.load(chunks, config.model.path)
-    return Loaded(sum(read), sum(p.numel() for p in parameters), dict(opened))
+    hf_weights.load(chunks, config.model.path)
 
 
-def export(**options):
-    """[(name, weight)] as this rank is given them; how many collectives that took."""
-    calls = []
-
-    def counted(name):
-        collective = getattr(dist, name)
-
-        def call(*args, **kwargs):
-            calls.append(name)
-            return collective(*args, **kwargs)
-
-        return mock.patch.object(dist, name, call)
-
-    with counted("broadcast"), counted("all_gather_into_tensor"), counted("all_gather"):
-        stream = list(hf_stream.stream_weights(_state["chunks"], **options))
-    return [(name, tensor.numpy().copy()) for name, tensor in stream], sorted(calls)
+def export():
+    """[(name, weight)] as this rank is given them."""
+    return [(n, t.numpy().copy()) for n, t in hf_stream.stream_weights(_state["chunks"])]
 
 
 def gathered_twice(bucket_bytes, to_all):

@@ -29,7 +29,7 @@ source tests/gpu/unpack.sh
 # itself for experts over TP; such an engine was not up after three minutes.
 args=(attention_backend=triton sampling_backend=pytorch cuda_graph_backend_prefill=disabled
   enforce_disable_flashinfer_allreduce_fusion=true)
-engine=(--set engines.rollout.start_timeout_s="${START:-190}")
+engine=(--set engines.rollout.advanced.start_timeout_s="${START:-190}")
 for arg in "${args[@]}"; do engine+=(--set "engines.rollout.args.$arg"); done
 graphs() { echo "--set engines.rollout.args.cuda_graph_bs_decode=[$1]"; }
 memory() { echo "--set engines.rollout.args.mem_fraction_static=$1"; }
@@ -74,7 +74,7 @@ for what in "${@:2}"; do
     shared-8) measure $what sync --shape qwen3-0.6b --colocated --updates 10 --logprobs $few $fp8 ;;
     wire)
       measure $what sync --shape qwen3-4b --updates 10 --in-flight 64 --logprobs $few $(memory 0.7) \
-        --set actor.float32_logits=true --set engines.rollout.args.enable_fp32_lm_head=true
+        --set actor.advanced.float32_logits=true --set engines.rollout.args.enable_fp32_lm_head=true
       ;;
     load)
       measure $what sync --shape qwen3-4b --updates 8 --in-flight 256 --every 8 --undisturbed $many \
@@ -88,7 +88,7 @@ for what in "${@:2}"; do
     experts) measure $what sync --shape qwen3-30b-a3b --updates 6 --in-flight 64 $few $(memory 0.75) ;;
     experts-8)
       measure $what sync --shape qwen3-30b-a3b --updates 6 --in-flight 64 $few $(memory 0.75) $fp8 \
-        --set 'weights.modules_to_not_convert=["model.layers.0"]'
+        --set 'weights.advanced.modules_to_not_convert=["model.layers.0"]'
       ;;
     engines) measure $what sync --shape qwen3-4b --engines 3 --updates 10 --in-flight 64 $few $(memory 0.7) ;;
     two) measure $what sync --shape qwen3-4b --engines 2 --updates 10 --in-flight 64 $few $(memory 0.7) ;;

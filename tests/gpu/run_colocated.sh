@@ -18,7 +18,7 @@ timeout "${LIMIT:-420}" python3 -m relax_hpc submit jobs/qwen3-0.6b.toml --local
   --set prompts.train="$work/model/train.jsonl" --set eval.heldout.path="$work/model/heldout.jsonl" \
   --set engines.rollout.placement=actor --set engines.rollout.args.mem_fraction_static=0.6 \
   --set schedule.max_staleness=0 --set schedule.num_steps=4 \
-  --set weights.checksum_every=1 --set launch.max_restarts=0 "${@:2}" || status=$?
+  --set weights.advanced.checksum_every=1 --set launch.max_restarts=0 "${@:2}" || status=$?
 run="$work/runs/colocated"
 tar -C "$run" -cJf "$out/run.tar.xz" events logs || true
 python3 tests/gpu/run_figures.py "$run" | tee "$out/figures.txt" || true

@@ -3,7 +3,7 @@
 # weights and rewards, on a machine with four GPUs of 80 GB and 512 GiB, without Slurm and a network: two
 # engines (TP2) and the trainer (its experts on four ranks) in turn on all of them.
 #
-#   run_experts.sh PACK rollout.routed_experts=true      replayed; false: the router's own choice
+#   run_experts.sh PACK rollout.advanced.routed_experts=true      replayed; false: the router's own choice
 #
 # PACK is as for run_hetjob.sh; without setup.sh the interpreter has all. MODEL: folder for the model (61 GB),
 # which is taken if it is there; LAYERS: of fewer than 48. SHAPE tiny-moe: two ranks and engines, for a machine
@@ -50,7 +50,7 @@ python3 "${program[@]}" \
   actor.layout.tensor_parallel=1 actor.layout.context_parallel=1 \
   engines.rollout.resources.mem=400G actor.resources.mem=400G \
   engines.rollout.resources.cpus_per_task=8 actor.resources.cpus_per_task=8 \
-  actor.save_every=$every weights.checksum_every=1 launch.max_restarts=0 "${sizes[@]}" \
+  actor.save_every=$every weights.advanced.checksum_every=1 launch.max_restarts=0 "${sizes[@]}" \
   "${@:2}" | tee "$out/figures.txt" || status=$?
 [ -z "${RESUME:-}" ] || python3 tests/gpu/run_figures.py "$run" | tee -a "$out/figures.txt" || true
 ((status == 0)) || tail -n 30 "$run"/logs/[ar]*.log | cut -c 1-220 || true

@@ -60,7 +60,7 @@ timeout "${LIMIT:-400}" python3 -m relax_hpc submit "$job" --follow "${place[@]}
   --set reward.name=random --set algorithm.groups.name=as_sampled \
   --set algorithm.groups.truncated=keep --set launch.profile=local --set eval.heldout.every=0 \
   --set eval.heldout.num_prompts=8 --set schedule.num_steps=5 --set schedule.prompts_per_step=16 \
-  --set rollout.max_new_tokens=256 --set actor.save_every=1000 --set weights.checksum_every=1 \
+  --set rollout.max_new_tokens=256 --set actor.save_every=1000 --set weights.advanced.checksum_every=1 \
   --set launch.max_restarts=0 "${@:4}" || status=$?
 run="$work/runs/media"
 python3 tests/gpu/run_figures.py "$run" | tee "$out/figures.txt" || true

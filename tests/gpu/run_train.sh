@@ -17,8 +17,8 @@ cd "$(dirname "$0")/../.."
 export NCCL_CUMEM_ENABLE=0 NCCL_NVLS_ENABLE=0 PYTHONUNBUFFERED=1
 gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
 # 139 GiB have room for what is otherwise computed again; 80 GB have none for float32 moments.
-roomy=(--set actor.kept_logits_gib=5 --set 'actor.recomputed_passes=["norm"]')
-alone=(--set actor.kept_logits_gib=5 --set 'actor.recomputed_passes=[]')
+roomy=(--set actor.advanced.kept_logits_gib=5 --set 'actor.advanced.recomputed_passes=["norm"]')
+alone=(--set actor.advanced.kept_logits_gib=5 --set 'actor.advanced.recomputed_passes=[]')
 lean=(--set actor.optimizer.moments=bfloat16 --set actor.optimizer.ddp.grad_reduce_in_fp32=false)
 both=(--documents one --documents mix)
 measure() { # NAME ARGUMENTS

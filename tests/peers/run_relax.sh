@@ -11,7 +11,7 @@ settings+=(name="$name" run_root="$folder/runs" schedule.num_steps="$steps" sche
   engines.rollout.max_running_requests="$max_run"
   engines.rollout.args.mem_fraction_static="$mem"
   engines.rollout.args.cuda_graph_bs_decode="$graphs" actor.tokens_per_micro_batch="$tokens"
-  actor.save_every=100000 launch.max_restarts=0 rollout.over_sampling=0
+  actor.save_every=100000 launch.max_restarts=0 rollout.advanced.over_sampling=0
   eval.heldout.num_prompts=1) # verl is told to evaluate nothing
 [ "$mean" = 0 ] || settings+=(rollout.environment="$data/lengths.py:Drawn")
 if [ "$mode" = sync ]; then

@@ -78,7 +78,7 @@ def test_a_folder_that_others_may_write_is_refused_in_one_line(tmp_path, place, 
     planted.chmod(mode)
     environment = {}
     with pytest.raises(
-        ConfigError, match=f"launch.kernel_cache = '{root}'.* chmod -R go-w"
+        ConfigError, match=f"launch.advanced.kernel_cache = '{root}'.* chmod -R go-w"
     ) as said:
         kernel_cache.keep(environment, root)
     assert environment == {} and "\n" not in str(said.value)
@@ -98,7 +98,7 @@ def test_what_is_no_folder_is_refused(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
     for name, why in (("file", "File exists"), ("link", "File exists"), ("file/er", "Not a dir")):
-        with pytest.raises(ConfigError, match=f"launch.kernel_cache = .*{why}"):
+        with pytest.raises(ConfigError, match=f"launch.advanced.kernel_cache = .*{why}"):
             kept(tmp_path / name)
 
 

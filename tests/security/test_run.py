@@ -130,7 +130,7 @@ def watched(folder):
     witness = Witness(folder)
     witness.start()
     try:
-        with submitted(folder, 0, launch__share="group") as paths:
+        with submitted(folder, 0, launch__advanced__share="group") as paths:
             wait_for(paths.summary.exists, 120, paths)
             wait_for(lambda: list(paths.submission.glob("*_exit_code")), 60, paths)
     finally:

@@ -16,6 +16,7 @@ from relax_hpc.runtime.files import user_programs
 TREE = {
     "name": "run", "model": {"path": "m"}, "prompts": {"train": "t"}, "schedule": {"num_steps": 1},
 }  # fmt: skip
+PORTIONS = {"actor": {"advanced": {"portion_micro_batches": 4}}}
 OTHERS = {"ppo": {"critic": {}}, "distill": {"teachers": {"t": {"path": "m"}}}}
 """Tables that a job of a preset has beside it."""
 
@@ -109,8 +110,8 @@ MISTAKES = [
     (OLD, LAG, "every ratio is 1, ipo bounds nothing, and it is a plain policy gradient on"),
     ({"correction": {"name": "tis"}}, {}, "importance would count twice; set correction.name"),
     ({"preset": "gspo", "aggregation": "token"}, {}, "the ratio of gspo is of a sequence"),
-    ({"preset": "m2po"}, {"actor": {"portion_micro_batches": 4}}, "loss.name = 'm2po' needs the"),
-    ({"advantage": {"name": "batch_std"}}, {"actor": {"portion_micro_batches": 4}}, " needs the"),
+    ({"preset": "m2po"}, PORTIONS, "loss.name = 'm2po' needs the"),
+    ({"advantage": {"name": "batch_std"}}, PORTIONS, " needs the"),
     ({}, {"rollout": {"samples_per_prompt": 1}}, "samples_per_prompt = 1: algorithm.advantage"),
     ({"advantage": {"name": "pass_k", "k": 9}}, {}, "algorithm.advantage.k = 9: there are rollout"),
     ({"mini_batches": 33}, {}, "algorithm.mini_batches = 33: a batch has schedule.prompts_per_ste"),

@@ -27,7 +27,7 @@ SETTINGS = {
     "model.dtype=float64": "model.dtype = 'float64': use 'float32', 'bfloat16' or",
     "name=a/b": "name = 'a/b': use letters of a to z, digits, - and _, a letter",
     "engines.rollout.args.x={a=1}": "args.x = {'a': 1}: is a table; a number, a string",
-    "rollout.routed_experts=true": "routed_experts = true: the embedded engine has no experts; use",
+    "rollout.advanced.routed_experts=true": "= true: the embedded engine has no experts; use",
     "engines.rollout.resources.nodes=3": "engines.rollout.count = 1: does not divide over 3 nodes;",
     "rollout.samples_per_prompt=1": "'group_mean' compares siblings of a prompt; use 2 or more",
     "actor.layout.tensor_parallel=3": "tensor_parallel = 3: does not divide the model's",
@@ -64,7 +64,7 @@ SETTINGS = {
     "schedule.num_steps='5'": "schedule.num_steps = '5': use a whole number",
     "schedule.num_steps=0x" + "f" * 5000: "schedule.num_steps = a number of 20000 bits: use",
     "schedule.num_steps=" + "9" * 5000: "schedule.num_steps = '9999",
-    f"weights.bucket_bytes={NINES}": "use 9223372036854775807 or less",
+    f"weights.advanced.bucket_bytes={NINES}": "use 9223372036854775807 or less",
     "actor.optimizer.lr=inf": "actor.optimizer.lr = inf: use a finite number",
     "algorithm.correction.cap=inf": "correction.cap = inf: use a finite number",
     "actor.optimizer.lr=1e39": "lr = 1e+39: use 3.4e+38 or less",
@@ -325,7 +325,7 @@ def test_a_file_gets_settings_and_nothing_else(check):
 
 
 def test_where_kernels_are_kept_is_said_and_a_place_of_others_is_refused(check, tmp_path):
-    asked = ("--set", "launch.kernel_cache=kernels")
+    asked = ("--set", "launch.advanced.kernel_cache=kernels")
     output, said = check(*asked, terminal=False)
     assert json.loads(output)["launch"]["kernel_cache"] == str(Path("kernels").absolute())
     assert f"kernels: are kept in {Path('kernels').absolute()}, those of" in said

@@ -233,10 +233,14 @@ def test_a_job_that_does_not_say_where_mlflow_is_is_refused(tmp_path, monkeypatc
     boards = {"export": ["mlflow"]}
     tree = {"name": "run", "model": {"path": "m"}, "prompts": {"train": "t"},
             "schedule": {"num_steps": 9}, "boards": boards}  # fmt: skip
-    with pytest.raises(ConfigError, match=r"mlflow.* set boards.tracking_uri, or boards.offline"):
+    with pytest.raises(
+        ConfigError, match=r"set boards.advanced.tracking_uri, or boards.advanced.offline"
+    ):
         validate(tree, source="test")
     for more in ({"tracking_uri": "http://h:5000"}, {"offline": True}):
-        assert validate(tree | {"boards": boards | more}, source="test").boards.export == ["mlflow"]
+        assert validate(
+            tree | {"boards": boards | {"advanced": more}}, source="test"
+        ).boards.export == ["mlflow"]
     paths, _ = make(tmp_path)
     monkeypatch.setattr(status, "job_state", lambda _: "COMPLETED")
     found = CliRunner().invoke(app, ["export", "mlflow", str(paths.root)])

@@ -26,10 +26,11 @@ def job(**sections):
 
 @pytest.mark.parametrize("setting", [
     "actor.layout.tensor_parallel=2", "actor.layout.data_parallel=2",
-    "actor.tokens_per_micro_batch=4096", "actor.portion_micro_batches=0",
-    "actor.recomputed_passes=[]", "actor.optimizer.offload=0.5", "actor.attention=sdpa",
+    "actor.tokens_per_micro_batch=4096", "actor.advanced.portion_micro_batches=0",
+    "actor.advanced.recomputed_passes=[]", "actor.optimizer.offload=0.5",
+    "actor.advanced.attention=sdpa",
     "actor.transformer.recompute_granularity=full", "engines.rollout.max_running_requests=16",
-    "engines.rollout.args.mem_fraction_static=0.7", "weights.bucket_bytes=1048576",
+    "engines.rollout.args.mem_fraction_static=0.7", "weights.advanced.bucket_bytes=1048576",
 ])  # fmt: skip
 def test_how_the_same_is_computed_may_change_and_is_looked_at_as_of_a_new_run(setting):
     was = job()
@@ -39,8 +40,8 @@ def test_how_the_same_is_computed_may_change_and_is_looked_at_as_of_a_new_run(se
 
 
 @pytest.mark.parametrize("setting", [
-    "actor.resources.time=30", "boards.project=x", "launch.hang_timeout_s=9",
-    "weights.checksum_every=1",
+    "actor.resources.time=30", "boards.project=x", "launch.advanced.hang_timeout_s=9",
+    "weights.advanced.checksum_every=1",
 ])  # fmt: skip
 def test_where_it_is_computed_and_who_is_told_may_change_without_a_look(setting):
     was = job()
@@ -51,7 +52,7 @@ def test_where_it_is_computed_and_who_is_told_may_change_without_a_look(setting)
 @pytest.mark.parametrize(("setting", "why"), [
     ("name=x", "is where the run is; move or rename its folder"),
     ("launch.profile=x", "was read when the run was submitted; set resources"),
-    ("launch.share=group", "is said before anything is written"),
+    ("launch.advanced.share=group", "is said before anything is written"),
     ("engines.rollout.kind=sglang", "a run has the components that its bus was made for"),
     ("reference.placement=actor", "a run has the components that its bus was made for"),
     ("eval.h.every=3", "points of a curve would be of different evaluations"),

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from toys import until
 
+from relax_hpc.config.run import LaunchConfig
 from relax_hpc.environments.rewards import process as rewards
 from relax_hpc.launch import holder, local, local_step, record
 from relax_hpc.runs.scale import scaler
@@ -110,7 +111,7 @@ def started(monkeypatch, module, tmp_path, *options):
     monkeypatch.setattr(module, "ProcessId", SimpleNamespace(of=lambda _: gone))
     monkeypatch.setattr(module.storage, "settle", lambda *_, **__: None)
     monkeypatch.setattr(module.permissions, "adopt", lambda _: None)
-    config = SimpleNamespace(launch=SimpleNamespace(peer_timeout_s=9, idle_s=9))
+    config = SimpleNamespace(launch=LaunchConfig(advanced={"peer_timeout_s": 9, "idle_s": 9}))
     monkeypatch.setattr(module, "RunConfig", SimpleNamespace)
     monkeypatch.setattr(module.job_file, "read_resolved", lambda _: config)
     argv = [str(tmp_path), "--job-id", "7", "--controller", str(os.getpid()), *options]

@@ -186,7 +186,7 @@ def test_a_key_is_explained_with_its_value_in_a_job():
     assert "actor.optimizer.lr = 1e-06   [number]" in found.output
     assert "here: actor.optimizer.lr = 0.0005" in found.output
     assert "Adam's learning rate after the warm-up" in found.output
-    assert "actor.attention" not in found.output
+    assert "actor.advanced.attention" not in found.output
 
 
 def test_what_a_layout_holds_is_explained_for_the_component_that_is_asked_for():

@@ -15,10 +15,10 @@ from roles.role_fakes import config
 from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.data.source import Prompt
 from relax_hpc.environments import registry
-from relax_hpc.environments.environment import Outcome
 from relax_hpc.environments.record import EpisodeRecord
 from relax_hpc.environments.rewards import worker
 from relax_hpc.environments.rewards.contract import Score
+from relax_hpc.environments.session import Outcome
 from relax_hpc.errors import ConfigError, DeadlyRequestError, EngineLostError, RewardError
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper, rows_of
 from relax_hpc.runtime.files import user_programs
@@ -98,8 +98,8 @@ def test_a_request_that_engines_end_with_is_an_error_of_that_sample_and_no_end_o
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (None, "rollout returned no relax_hpc.environments.environment.Outcome, but None"),
-        (1.0, "rollout returned no relax_hpc.environments.environment.Outcome, but 1.0"),
+        (None, "rollout returned no relax_hpc.environments.session.Outcome, but None"),
+        (1.0, "rollout returned no relax_hpc.environments.session.Outcome, but 1.0"),
         (Outcome(0.5), "rewards and metrics are numbers by name, not Outcome(rewards=0.5"),
         (Outcome({"right": float("nan")}), "rollout returned right = nan, no finite number"),
         (Outcome({"right": "yes"}), "rollout returned right = 'yes', no finite number"),
@@ -183,7 +183,7 @@ def test_an_environment_that_fails_too_often_ends_the_run_with_its_reason():
     async def rollout(prompt, session):
         raise ValueError("the world fell over")
 
-    settings = config(reward__most_errors=0.01, rollout__samples_per_prompt=200)
+    settings = config(reward__advanced__most_errors=0.01, rollout__samples_per_prompt=200)
     made = episodes(settings, Engine(), None, SimpleNamespace(rollout=rollout), Numbers())
     group = Grouper(settings, Prompts({5: PROMPT}), made)
     with pytest.raises(RewardError, match="200 x environment: ValueError: the world fell over"):

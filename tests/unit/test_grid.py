@@ -17,8 +17,8 @@ from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.config import job_file
 from relax_hpc.errors import TrainingError
 from relax_hpc.roles.actor import loop as actor
-from relax_hpc.roles.actor.loop import ActorOtherRank
 from relax_hpc.roles.actor.rank0 import ActorRank0
+from relax_hpc.roles.actor.loop import ActorOtherRank
 from relax_hpc.roles.dealing.micro_batches import imbalance
 from relax_hpc.roles.dealing.portions import Portion
 from relax_hpc.runtime.comm.world import StarWorld
@@ -146,7 +146,7 @@ class Grid:
                 "actor": {
                     "layout": {"data_parallel": DP},
                     "tokens_per_micro_batch": BUDGET,
-                    "portion_micro_batches": 1,
+                    "advanced": {"portion_micro_batches": 1},
                 },
                 "schedule": {"num_steps": num_groups // PROMPTS, "prompts_per_step": PROMPTS}
                 | schedule,

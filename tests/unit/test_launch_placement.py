@@ -82,13 +82,13 @@ def test_nodes_from_a_profile_must_divide_the_tasks_too(profile):
 def test_mpi_joins_the_ranks_where_it_is_set_and_not_declined(mpi, wanted, rollout, actor):
     """Tasks of engines know nothing of each other and are not joined unless somebody says so."""
     asked = {"mpi": mpi} if mpi else {}
-    placed = place(config(asked, asked, bootstrap=wanted))
+    placed = place(config(asked, asked, advanced={"bootstrap": wanted}))
     assert [component.bootstrap for component in placed] == [rollout, actor]
 
 
 def test_wanting_mpi_without_saying_which_is_an_error_with_the_remedy():
     with pytest.raises(ConfigError, match=r"rollout.resources.mpi is not set; use pmix for Open"):
-        place(config(bootstrap="mpi"))
+        place(config(advanced={"bootstrap": "mpi"}))
 
 
 @pytest.mark.parametrize(

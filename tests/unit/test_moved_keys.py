@@ -30,7 +30,15 @@ def refusal_of(old):
 
 @pytest.mark.parametrize("old", MOVED)
 def test_an_old_key_is_refused_with_its_new_name(old):
-    assert f"job.toml: {old} = 1: is {MOVED[old]} now; use that" in refusal_of(old)
+    for name in ("rollout", "judge"):
+        key, new = (each.replace("<name>", name) for each in (old, MOVED[old]))
+        assert f"job.toml: {key} = 1: is {new} now; use that" in refusal_of(key)
+
+
+@pytest.mark.parametrize("key", [key.name for key in all_keys() if ".advanced." in key.name])
+def test_an_advanced_key_is_found_without_that_word(key):
+    key = key.replace("<name>", "rollout")
+    assert f" = 1: is {key} now; use that" in refusal_of(key.replace(".advanced", ""))
 
 
 @pytest.mark.parametrize("old", GONE)
@@ -54,6 +62,7 @@ def test_a_new_name_is_a_key_and_an_old_one_is_none():
         for component in ("actor", "reference", "engines.rollout")
     }
     for old, new in MOVED.items():
+        old, new = (each.replace("<name>", "rollout") for each in (old, new))
         assert old not in known
         assert any(f"{key}.".startswith(f"{new}.") for key in known | {_of_table(new)}), new
     assert not known & GONE.keys()

@@ -12,7 +12,7 @@ from relax_hpc.config.job_file import load, read_resolved
 from relax_hpc.config.model import learning_rate
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import record, states, submit
-from relax_hpc.runs import replay
+from relax_hpc.runs import changes, replay
 from relax_hpc.runs import resume as resuming
 from relax_hpc.runs.resume import _check_inputs, resume
 from relax_hpc.runtime.files.records import read_json, write_json
@@ -63,6 +63,32 @@ def test_a_run_of_before_a_decay_to_nowhere_was_refused_goes_on_at_its_constant_
     write_json(path, stored)
     meant = read_resolved(path).actor.optimizer
     assert {key: getattr(meant, key) for key in asked} == asked
+
+
+def without_advanced(tree):
+    """The tables of a job as they were before some keys became advanced."""
+    found = {}
+    for key, value in tree.items():
+        inside = without_advanced(value) if isinstance(value, dict) else value
+        found |= inside if key == "advanced" else {key: inside}
+    return found
+
+
+def test_a_run_of_before_keys_became_advanced_goes_on_and_shows_only_what_was_changed(tmp_path):
+    job = job_of(
+        run_root=str(tmp_path), algorithm__preset="ppo", critic={"advanced": {"value_clip": 0.5}},
+        engines__judge__advanced__drain_slow=True, engines__rollout__advanced__hang_timeout_s=9,
+        launch__advanced={"share": "group", "idle_s": 7}, actor__advanced__attention="sdpa",
+    )  # fmt: skip
+    paths = RunPaths(job.run_dir)
+    stored = job.model_dump(mode="json")
+    write_json(paths.config, without_advanced(stored))
+    assert read_resolved(paths.config) == job
+    write_json(paths.config_before(2), without_advanced(stored))
+    stored["actor"]["advanced"]["attention"] = "cudnn"
+    write_json(paths.config, stored)
+    [changed] = changes.of_run(paths)
+    assert changed.keys == {"actor.advanced.attention": ("sdpa", "cudnn")}
 
 
 def test_a_run_that_is_reached_by_a_link_keeps_its_name_and_place(tmp_path, made):

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 import pytest
 from network_nodes import Nodes, ip
 
-from relax_hpc.config.run import LaunchConfig
 from relax_hpc.runtime.comm import address
 
 pytestmark = pytest.mark.skipif(
@@ -78,38 +77,13 @@ MET = ["['10.1.0.2', '10.1.0.3']"] * 2
     [None, *(pytest.param(each, marks=pytest.mark.long) for each in ("192.168.7.1", "127.0.1.1"))],
 )
 def test_wherever_names_lead_ranks_meet_where_slurm_reaches_their_nodes(nodes, tmp_path, found):
-    """O4, O5."""
     nodes.call_both(found)
     launcher = {"SLURM_LAUNCH_NODE_IPADDR": "10.1.0.2"}
     assert nodes.meet(tmp_path, **launcher, **SLURM) == MET
 
 
 @pytest.mark.long
-def test_ranks_meet_in_the_network_that_the_job_or_else_gloo_is_told(nodes, tmp_path):
-    """O4: with names that lead elsewhere."""
-    nodes.call_both("192.168.7.1")
-    for number, network in enumerate(["ib0", "10.1.0.0/16"]):
-        (tmp_path / str(number)).mkdir()
-        assert nodes.meet(tmp_path / str(number), network) == MET
-    assert nodes.meet(tmp_path, GLOO_SOCKET_IFNAME="ib0") == MET
-    (tmp_path / "6").mkdir()
-    assert nodes.meet(tmp_path / "6", "fd00::/64") == ["['fd00::2', 'fd00::3']"] * 2
-
-
-@pytest.mark.long
-def test_a_network_that_a_node_has_not_is_refused_with_those_that_it_has(nodes, tmp_path):
-    """O4."""
-    said = nodes.meet(tmp_path, "ib7")
-    for node, place, line in zip(nodes.names, (2, 3), said, strict=True):
-        assert line == (
-            f"ConfigError launch.network = 'ib7': node {node} has no interface of that name with "
-            f"an address; it has ib0 (10.1.0.{place}), ib0 (fd00::{place}), eth0 (192.168.7.1)"
-        )
-
-
-@pytest.mark.long
 def test_slurms_own_addresses_of_nodes_go_before_their_names(nodes, tmp_path):
-    """O4: to the node that starts the steps srun came over loopback."""
     nodes.call_both("192.168.7.1")
     line = "NodeName={} Arch=x86_64 NodeAddr={} NodeHostName=x\n".format
     both = "".join(line(name, f"10.1.0.{k + 2}") for k, name in enumerate(nodes.names))
@@ -124,18 +98,17 @@ def test_slurms_own_addresses_of_nodes_go_before_their_names(nodes, tmp_path):
 
 @pytest.mark.long
 def test_a_job_over_several_nodes_never_takes_loopback(nodes, tmp_path):
-    """O5: no name, no word of Slurm's."""
     nodes.call_both(None)
     said = nodes.meet(tmp_path, SLURM_LAUNCH_NODE_IPADDR="127.0.0.1", **SLURM)
     for node, line in zip(nodes.names, said, strict=True):
         assert line.startswith(f"ConfigError node {node} knows no address at which h4a")
         assert "it has ib0 (10.1.0." in line and line.endswith(
-            "set launch.network to an interface or a subnet that joins all nodes of the job"
+            "set launch.advanced.network to an interface or a subnet that joins all nodes of the "
+            "job"
         )
 
 
 def test_a_connection_that_is_dropped_fails_in_seconds_and_names_both_ends(nodes, tmp_path):
-    """O4: the packets of the second node go to a card that is not there."""
     one, other = nodes.names
     lost = ["10.1.0.2", "lladdr", "02:00:00:00:00:99", "dev", "ib0"]
     ip("-n", other, "neigh", "replace", *lost, "nud", "permanent")
@@ -147,17 +120,10 @@ def test_a_connection_that_is_dropped_fails_in_seconds_and_names_both_ends(nodes
         f"PeerTimeoutError rank 1 on node {other} (10.1.0.3) cannot reach rank 0 of this component "
         f"on {one} at 10.1.0.2:"
     )
-    assert "within 1 s: timed out; if it runs, set launch.network to" in said
-
-
-@pytest.mark.parametrize("network", ["", "10.1.0.0/99", "10.1.0/", "ib0,ib1", "a name", "x" * 16])
-def test_what_is_no_network_is_refused(network):
-    with pytest.raises(ValueError, match=r"is no subnet|is neither an interface"):
-        LaunchConfig(network=network)
+    assert "within 1 s: timed out; if it runs, set launch.advanced.network to" in said
 
 
 def test_gloo_and_nccl_take_the_network_of_the_job_unless_they_are_told_another(monkeypatch):
-    """O4."""
     for told, gloo, nccl in (({}, "lo", "=lo"), (dict.fromkeys("gn", "eth7"), "eth7", "eth7")):
         named = {"g": "GLOO_SOCKET_IFNAME", "n": "NCCL_SOCKET_IFNAME"}
         environment = {named[each]: value for each, value in told.items()}

@@ -45,8 +45,10 @@ def test_an_occasion_is_told_once_in_a_while_over_all_attempts(tmp_path, told, m
 
 def test_a_reward_that_rises_no_more_is_told_once_and_again_after_it_rose(tmp_path, told):
     program, read = told
-    _, config = made = make(tmp_path, notify={"command": [program], "plateau_steps": 3})
-    watch = ProgressWatch(Notifier(*made), config.notify.plateau_steps)
+    _, config = made = make(
+        tmp_path, notify={"command": [program], "advanced": {"plateau_steps": 3}}
+    )
+    watch = ProgressWatch(Notifier(*made), config.notify.advanced.plateau_steps)
     watch.take([step(number, 1.0, 0.5) for number in range(1, 4)])
     assert read() == []
     watch.take([step(4, 1.0, 0.5), step(5, 1.0, 0.25), step(6, 1.0, None)])
@@ -84,17 +86,6 @@ def test_a_webhook_is_asked_three_times_and_its_url_is_in_no_log(tmp_path, caplo
     assert "s3cret" not in paths.config.read_text() + paths.notified.read_text()
 
 
-def test_a_program_that_fails_or_is_gone_costs_nothing(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(notify, "_WAIT_S", 0.0)
-    for number, (command, said) in enumerate(
-        [(["false", "s3cret"], "exit code 1"), (["/nowhere/it"], "No such file")]
-    ):
-        (tmp_path / str(number)).mkdir()
-        made = make(tmp_path / str(number), notify={"command": command})
-        Notifier(*made).tell("start", "has started")
-        assert said in caplog.text and "s3cret" not in caplog.text
-
-
 @pytest.mark.parametrize(
     ("mode", "text", "said"),
     [(0o644, "https://a/b", "chmod 600"), (0o600, "a/b", "holds no URL")],
@@ -105,12 +96,6 @@ def test_a_webhook_that_others_may_read_or_that_is_none_is_refused(tmp_path, mod
     file.chmod(mode)
     _, config = make(tmp_path, notify={"webhook": str(file)})
     with pytest.raises(ConfigError, match=said):
-        preflight.check_notify(config)
-
-
-def test_a_program_that_is_not_there_is_refused(tmp_path):
-    _, config = make(tmp_path, notify={"command": ["no-such-program"]})
-    with pytest.raises(ConfigError, match=r"notify\.command.*no-such-program"):
         preflight.check_notify(config)
 
 
@@ -158,11 +143,11 @@ def test_a_comment_of_the_users_stays_and_a_slurm_that_refuses_is_asked_no_more(
 
 
 def test_a_reward_that_sways_while_it_rises_slowly_is_no_plateau(tmp_path, told):
-    """0.2 to 0.4 around a rise of 0.01 a step: the smoothed reward is higher than eight steps ago,
-    always; a single step is often lower than the best so far."""
     program, read = told
-    _, config = made = make(tmp_path, notify={"command": [program], "plateau_steps": 8})
-    watch = ProgressWatch(Notifier(*made), config.notify.plateau_steps)
+    _, config = made = make(
+        tmp_path, notify={"command": [program], "advanced": {"plateau_steps": 8}}
+    )
+    watch = ProgressWatch(Notifier(*made), config.notify.advanced.plateau_steps)
     sway = [0.1, -0.1, 0.05, -0.1, -0.1, 0.0, -0.1, -0.1, -0.05, -0.1, -0.1, -0.1]
     watch.take([step(n, 1.0, 0.3 + 0.01 * n + sway[n % len(sway)]) for n in range(1, 61)])
     assert read() == []

@@ -1,15 +1,14 @@
 """The sections [reference] and [teachers.NAME]: which jobs are refused, and what each is given."""
 
 import json
-import shutil
+import re
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 from hf_checkpoint import QWEN3, write
 from job_trees import job_of
-from typer.testing import CliRunner
 
-from relax_hpc.cli.main import app
 from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.data.records import Records
 from relax_hpc.data.source import PromptSource
@@ -25,7 +24,6 @@ from relax_hpc.roles.training import check as training_check
 from relax_hpc.roles.training.check import check_teachers
 from relax_hpc.schema import COLUMNS, Trajectory
 from relax_hpc.sections import Resources
-from relax_hpc.trainer.models import registry
 
 
 def refused(match):
@@ -34,7 +32,8 @@ def refused(match):
 
 def referring(reference=None, *, kl=0.0, profile=None, path="m", **model):
     actor = {
-        "layout": {"tensor_parallel": 4}, "tokens_per_micro_batch": 1000, "attention": "sdpa",
+        "layout": {"tensor_parallel": 4}, "tokens_per_micro_batch": 1000,
+        "advanced": {"attention": "sdpa"},
     }  # fmt: skip
     return job_of(
         model={"path": str(path), **model}, algorithm__kl={"name": "k3", "coefficient": kl},
@@ -46,24 +45,17 @@ def referring(reference=None, *, kl=0.0, profile=None, path="m", **model):
     ("reference", "kl", "message"),
     [
         ({}, 0.1, "algorithm.kl.coefficient = 0.1: needs a reference; set reference.placement"),
-        ({"placement": "own", "refresh_every": 5}, 0.1,
-         "reference.refresh_every = 5: means nothing with reference.placement = 'own'"),
         ({"placement": "actor", "layout": {"tensor_parallel": 2}}, 0.1,
          "reference.layout = {'tensor_parallel': 2}: means nothing with reference.placement = "
          "'actor'; remove it, or use 'own'"),
         ({"path": "x"}, 0.0, "reference.path = x: means nothing with reference.placement = 'none'"),
-        ({"placement": "own", "layout": {"virtual_pipeline": 2}}, 0.0,
-         "reference.layout = {'virtual_pipeline': 2}: virtual_pipeline = 2: needs "
-         "pipeline_parallel of 2 or more"),
         ({"placement": "own", "layout": {"data_parallel": 3}, "resources": {"nodes": 2}}, 0.0,
          "the reference's ranks (tensor x pipeline x context x data_parallel) = 3: does not"),
-        ({"plaecment": "own"}, 0.0, "did you mean reference.placement?"),
     ],
 )  # fmt: skip
 def test_a_reference_that_cannot_be_is_refused(reference, kl, message):
-    with pytest.raises(ConfigError) as error:
+    with refused(re.escape(message)):
         referring(reference, kl=kl)
-    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_component_of_its_own_comes_last_and_has_its_own_grid_and_resources(tmp_path):
@@ -82,38 +74,6 @@ def test_a_component_of_its_own_comes_last_and_has_its_own_grid_and_resources(tm
     assert table.sidecar_writers(config) == {"reference-0": "reference"}
 
 
-@pytest.mark.parametrize("placement", ["none", "actor"])
-def test_otherwise_there_is_no_further_component(placement):
-    config = referring({"placement": placement})
-    assert [component.name for component in place(config)] == ["rollout", "actor"]
-    assert table.sidecar_writers(config) == {}
-
-
-def test_a_component_of_its_own_has_its_layout_and_computes_as_the_actor_does():
-    mine = {"placement": "own", "path": "other", "layout": {"tensor_parallel": 2}}
-    config = referring(mine)
-    megatron = config.reference_megatron
-    assert (str(config.reference_model.path), megatron.layout.world_size) == ("other", 2)
-    assert (megatron.tokens_per_micro_batch, megatron.attention) == (1000, "sdpa")
-    assert referring({"placement": "own"}).reference_megatron.layout.world_size == 4  # the actor's
-    assert referring({"placement": "own", "layout": {}}).reference_megatron.layout.world_size == 1
-
-
-def test_the_reference_is_what_training_starts_with_unless_it_names_another_model():
-    config = referring({"placement": "own"}, weights="step_1")
-    assert config.reference_model == config.model
-    other = referring({"placement": "own", "path": "other"}, weights="step_1").reference_model
-    assert (str(other.path), other.weights) == ("other", None)
-
-
-def test_a_grid_that_does_not_divide_the_reference_is_named_by_its_own_key(tmp_path):
-    config = referring(
-        {"placement": "own", "layout": {"tensor_parallel": 3}}, path=folder(tmp_path / "m")
-    )
-    with refused(r"reference\.layout\.tensor_parallel = 3: does not divide"):
-        training_check.check_model(config.model.path, config.reference_megatron)
-
-
 @pytest.mark.parametrize(
     ("placement", "changes", "message"),
     [
@@ -127,21 +87,8 @@ def test_a_grid_that_does_not_divide_the_reference_is_named_by_its_own_key(tmp_p
 def test_a_model_that_cannot_be_the_reference_is_refused(tmp_path, placement, changes, message):
     model, other = folder(tmp_path / "model"), folder(tmp_path / "other", **changes)
     config = referring({"placement": placement, "path": str(other)}, path=model)
-    if message is None:
+    with nullcontext() if message is None else refused(re.escape(message)):
         training_check.check_reference(config, Facts(model))
-        return
-    with pytest.raises(ConfigError) as error:
-        training_check.check_reference(config, Facts(model))
-    assert message in str(error.value)
-
-
-def test_a_model_that_several_checks_look_at_is_read_once(tmp_path, monkeypatch):
-    read = []
-    monkeypatch.setattr(registry, "read_architecture", lambda path: read.append(path) or "shape")
-    facts = Facts(tmp_path)
-    assert facts.shape == facts.architecture(tmp_path) == "shape"
-    assert facts.architecture(tmp_path / "other") == "shape"
-    assert read == [tmp_path, tmp_path / "other"]
 
 
 SOURCES = {"math": {"path": "a", "weight": 3.0}, "code": {"path": "b"}, "chat": {"path": "c"}}
@@ -163,32 +110,20 @@ MISTAKES = [
     (ONE | {"u": {"path": "y"}}, {}, "teachers.t.sources: is not set; say what each of several"),
     ({"t": {"path": "x", "sources": ["math"]}}, {}, "prompts.sources.code: has no teacher; add it"),
     (TWO | {"u": {"path": "z", "sources": ["code"]}}, {}, "teachers.two teaches code already; le"),
-    ({"t": {"path": "x", "sources": ["a"]}}, {"sources": {}}, "no prompts.sources.a, only prompts"),
     ({"t": {"prompt": "a {answer}"}}, {}, "teachers.t.prompt = 'a {answer}': leaves the prompt o"),
     ({"t": {"prompt": "{prompt} {"}}, {}, "write {{ and }} for braces"),
-    ({"t": {"prompt": "{prompt:>9}"}}, {}, "has more than a name in braces"),
-    ({"t": {"pth": "x"}}, {}, "unknown key; did you mean teachers.t.path?"),
-    ({f"t{n}": {"path": "x", "sources": ["math"]} for n in range(9)}, {}, "use at most 8"),
     (
         {"t": {"prompt": "{prompt} {answer}"}},
         {"rollout": {"environment": "tools.py:Tools"}},
         "teachers.t.prompt: an episode of rollout.environment = 'tools.py:Tools' is no prompt and",
     ),
-    (
-        {"t": {"path": "x", "layout": {"data_parallel": 3}, "resources": {"nodes": 2}}},
-        {},
-        "the ranks of teachers.t (tensor x pipeline x context x data_parallel) = 3: does not",
-    ),
-    ({"t": {"path": "x"}}, {"algorithm": {"preset": "distill", "distill": {"coefficient": 0}}},
-     "algorithm.distill.coefficient = 0: "),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("teachers", "tables", "message"), MISTAKES)
 def test_a_teacher_that_cannot_be_is_refused(teachers, tables, message):
-    with pytest.raises(ConfigError) as error:
+    with refused(re.escape(message)):
         job(teachers, **tables)
-    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_each_teacher_is_a_component_with_a_column_of_its_own_and_only_where_it_teaches():
@@ -204,24 +139,6 @@ def test_each_teacher_is_a_component_with_a_column_of_its_own_and_only_where_it_
     assert [each.name for each in place(plain)] == ["rollout", "actor"] and not plain.columns
     mixed = job(ONE, algorithm={"preset": "async", "distill": {"coefficient": 0.1}})
     assert [each.name for each in place(mixed)][2:] == ["teacher-t"]
-
-
-def test_a_resolved_job_and_the_explanation_have_them():
-    config = job(TWO)
-    assert type(config).model_validate_json(config.model_dump_json()) == config
-    said = CliRunner().invoke(app, ["check", "jobs/tiny/arithmetic_distill.toml", "--explain"])
-    lines = [" ".join(line.split()) for line in said.output.splitlines()]
-    why = "algorithm.distill.name = 'advantage'"
-    assert f"teacher-sums 1 x teacher: logprobs of a teacher: {why}" in lines
-    assert f"ragged/teacher_logprobs teacher: {why}" in lines
-
-
-def test_its_model_is_its_own_or_what_training_starts_with():
-    config = job(TWO | {"two": {"prompt": "{prompt} {answer}", "sources": ["code"]}})
-    one, two = (each.model(config.model) for each in config.teachers.values())
-    assert (str(one.path), one.weights, two) == ("x", None, config.model)
-    megatron = config.teachers["one"].megatron(config.actor, "one")
-    assert (megatron.section, megatron.layout) == ("teachers.one", config.actor.layout)
 
 
 def folder(path, **changes):
@@ -307,16 +224,3 @@ def test_a_privileged_prompt_has_the_fields_of_its_row(mixed, tiny_model):
     assert plain.tolist() == mine.token_ids
     with refused(r"math, line 4: has no solution, which teachers\.t\.promp"):
         PrivilegedPrompts(source, "teachers.t.prompt", "{prompt} {solution}")[3]
-
-
-def test_a_privileged_prompt_is_tried_before_a_job(mixed, tiny_model, tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model, model)
-    teacher = {"t": {"prompt": "{prompt} {answer}"}}
-    check_teachers(job(teacher, sources=mixed, model=model), Facts(model))
-    with refused(r"has no nothing, which teachers\.t\.prompt names; it has"):
-        unknown = {"t": {"prompt": "{prompt}{nothing}"}}
-        check_teachers(job(unknown, sources=mixed, model=model), Facts(model))
-    small = {"tokens_per_micro_batch": 260}
-    with refused(r"teachers\.t\.prompt: makes \d+ tokens of row \d+; with"):
-        check_teachers(job(teacher, sources=mixed, model=model, actor=small), Facts(model))

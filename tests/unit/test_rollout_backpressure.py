@@ -24,7 +24,6 @@ from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.data.source import Prompt
-from relax_hpc.errors import ConfigError
 from relax_hpc.inference.members import Member, Roster, RosterEntry
 from relax_hpc.inference.pool_client import engine_state
 from relax_hpc.roles.rollout import loop as rollout
@@ -58,7 +57,7 @@ class Sampler:
 
 def config(**schedule):
     schedule = {"num_steps": 1, "prompts_per_step": PROMPTS, **schedule}
-    return role_fakes.config(rollout__groups_per_shard=1, schedule=schedule)
+    return role_fakes.config(rollout__advanced__groups_per_shard=1, schedule=schedule)
 
 
 @contextmanager
@@ -96,19 +95,6 @@ def test_groups_that_the_trainer_will_not_use_are_sampled_again(tmp_path):
     counts = audit(paths)
     assert (counts.planned, counts.damaged, counts.dropped) == (8, lost, 0)
     assert counts.committed == 8 + lost
-
-
-def test_routed_experts_reach_the_bus_and_are_asked_for_only_where_something_is_learnt(tmp_path):
-    sampler, settings = Sampler(), config()
-    wanted = settings.rollout.model_copy(update={"routed_experts": True})
-    settings = settings.model_copy(update={"rollout": wanted})
-    heldout = [Prompt(0, [7], "1")]
-    with trained(tmp_path, sampler, settings, heldout=heldout) as (paths, sequencer):
-        record = sequencer.next_portion(1, timeout_s=20)
-        sampler.now = 1
-    for row in Reader(paths).rows(record, range(PROMPTS * SIBLINGS)):
-        assert np.array_equal(row.routed_experts, EXPERTS + row.sibling)
-    assert set(sampler.asked) == {(1.0, True), (0.0, False)}
 
 
 def no_space():
@@ -193,11 +179,13 @@ def test_nothing_new_is_started_while_finished_groups_find_no_space(monkeypatch)
 def pace(over_sampling=0.0, **schedule):
     over_age = "drop" if over_sampling else "wait"
     schedule = {"num_steps": 9, "prompts_per_step": PROMPTS, "over_age": over_age, **schedule}
-    return rollout.Pace(role_fakes.config(rollout__over_sampling=over_sampling, schedule=schedule))
+    return rollout.Pace(
+        role_fakes.config(rollout__advanced__over_sampling=over_sampling, schedule=schedule)
+    )
 
 
 def admitted(pace, version):
-    return sum(pace.may_start(guid, version) for guid in range(100))
+    return sum(pace.wait_reason(guid, version) is None for guid in range(100))
 
 
 def test_groups_start_within_the_staleness_bound_and_with_over_sampling_so_many_more():
@@ -233,23 +221,12 @@ def test_as_many_groups_are_started_as_the_run_will_train_on():
     assert admitted(told(pace(max_staleness=5), 8, 41), 9) == 41
 
 
-def test_a_group_that_comes_earlier_than_its_place_wants_no_older_policy():
-    bound = told(pace(max_staleness=1), 4, 22, 27)
-    assert bound.min_version(24, 5) == 4  # batch 6
-    assert bound.is_done(ready=[20], running=[22]) and not bound.is_done([22], [20])
-
-
 def test_no_policy_beyond_the_bound_samples_for_a_group():
     bound = pace(max_staleness=1)
     assert bound.min_version(4 * 5, 5) == 4  # batch 6 is trained by step 6, on top of policy 5
     assert bound.min_version(0, 0) == 0
     over = pace(over_sampling=0.5, max_staleness=0)
     assert over.min_version(13, 2) == 2  # batch 4 wants policy 3, which is not there yet
-
-
-def test_over_sampling_is_refused_where_batches_are_fixed():
-    with pytest.raises(ConfigError, match=r"over_sampling = 0\.5: .*over_age to 'drop' or"):
-        role_fakes.config(rollout__over_sampling=0.5)
 
 
 def test_a_batch_is_published_when_its_last_group_is_done_and_not_before():
@@ -263,7 +240,9 @@ def test_a_batch_is_published_when_its_last_group_is_done_and_not_before():
 def test_a_finished_group_does_not_wait_long_for_others(monkeypatch):
     published = []
     monkeypatch.setattr(rollout, "publish", lambda producer, groups, **_: published.append(groups))
-    outbox = rollout.Outbox(Folder(), Events(), role_fakes.config(rollout__groups_per_shard=3))
+    outbox = rollout.Outbox(
+        Folder(), Events(), role_fakes.config(rollout__advanced__groups_per_shard=3)
+    )
     first, second = PromptGroup(0, []), PromptGroup(1, [])
     outbox.add([first])
     outbox.send(rest=False)
@@ -281,23 +260,6 @@ def test_a_finished_group_does_not_wait_long_for_others(monkeypatch):
     outbox.add([second])
     outbox.send(rest=False)
     assert published[1:] == [[second, first, second]]
-
-
-def test_groups_that_trickle_in_do_not_hold_up_the_first(monkeypatch):
-    """The first comes at 0 s, another at 0.9 s; at 1.1 s the first has waited for long enough."""
-    published, now = [], [0.0]
-    monkeypatch.setattr(rollout, "publish", lambda producer, groups, **_: published.append(groups))
-    monkeypatch.setattr(rollout, "READY_S", 1.0)
-    monkeypatch.setattr(rollout.time, "monotonic", lambda: now[0])
-    outbox = rollout.Outbox(Folder(), Events(), role_fakes.config(rollout__groups_per_shard=3))
-    first, second = PromptGroup(0, []), PromptGroup(1, [])
-    for now[0], groups in ((0.0, [first]), (0.9, [second])):
-        outbox.add(groups)
-        outbox.send(rest=False)
-    assert published == []
-    now[0] = 1.1
-    outbox.send(rest=False)
-    assert published == [[first, second]]
 
 
 def member(state="HEALTHY", start="a"):

@@ -23,7 +23,7 @@ class House:
         self.nodes, self.processes, self.refuse, self.version = ["n2", "n3", "n4"], {}, set(), 7
         self.config = job_of(
             run_root=str(folder), launch__max_restarts=1,
-            engines__rollout={"start_timeout_s": 60, "resources": {"max_nodes": 4}},
+            engines__rollout={"advanced": {"start_timeout_s": 60}, "resources": {"max_nodes": 4}},
         )  # fmt: skip
         self.paths = RunPaths(self.config.run_dir)
         write_json(self.paths.config, self.config.model_dump(mode="json"))
@@ -159,31 +159,6 @@ def test_asking_again_changes_nothing(house):
     assert sorted(house.paths.scale.glob("request-*")) == there
 
 
-def test_engines_that_load_files_are_replaced_by_such(house):
-    running = house.scaler()
-    request = scale.out(house.paths.root, 2, "files").request
-    assert str(request) == "request 1 (scale out to 2 engines, weights by files)"
-    with pytest.raises(ConfigError, match=r"weights by files\) is under way"):
-        out(house, 2)  # is another wish
-    running.tick()
-    house.up(running, "extra-1")
-    house.kill("extra-1")
-    running.tick()
-    assert house.states == {"extra-1": "FAILED", "extra-2": "STARTING"}
-    assert {extra.transport for extra in house.state.extras.values()} == {"files"}
-    house.up(running, "extra-2")
-    out(house, 3)
-    running.tick()
-    assert house.state.extras["extra-3"].transport is None
-
-
-def test_there_is_one_request_at_a_time(house):
-    house.scaler()
-    out(house, 2)
-    with pytest.raises(ConfigError, match=r"request 1 \(scale out to 2 engines\) is under way"):
-        out(house, 3)
-
-
 def test_removing_another_engine_is_another_wish(house):
     running, _ = house.grown(3, "extra-1", "extra-2")
     first = scale_in(house, member="extra-1", drain_s=9)
@@ -206,12 +181,9 @@ def test_the_place_of_an_engine_is_free_when_it_has_ended_and_not_when_it_is_tol
         (lambda h: out(h, 0), "--engines 0: is not positive"),
         (lambda h: scale.out(h.paths.root, 2, "file"), "--transport file: unknown; it is one of"),
         (lambda h: out(h, 5), "no idle node for 4 more engines: rollout holds 4 nodes, 1 used by"),
-        (lambda h: out(h, 5), "room is left for 3, so use 4 or less"),
         (lambda h: scale_in(h), "say either --engines or --member"),
-        (lambda h: scale_in(h, 0), "--engines 0: is not positive"),
         (lambda h: scale_in(h, member="rollout-0"), "is one that the run started with"),
         (lambda h: scale_in(h, member="extra-7"), "no such engine; added engines: none"),
-        (lambda h: scale.cancel(h.paths.root), "no request is under way"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_before_anything_starts(house, ask, message):
@@ -221,13 +193,6 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_starts(house, ask
     assert message in str(error.value) and "\n" not in str(error.value)
     running.tick()
     assert house.processes == {} and not list(house.paths.scale.glob("request-*"))
-
-
-@pytest.mark.parametrize("state", ["PENDING", "COMPLETED", "CANCELLED"])
-def test_a_run_that_is_not_running_is_not_scaled(house, monkeypatch, state):
-    monkeypatch.setattr("relax_hpc.runs.status.job_state", lambda _: state)
-    with pytest.raises(ConfigError, match=f"is {state.lower()}; only a run that is running"):
-        out(house, 2)
 
 
 def test_scaling_in_as_the_run_ends_tells_what_is_left_or_that_it_has_ended(house, monkeypatch):
@@ -240,18 +205,6 @@ def test_scaling_in_as_the_run_ends_tells_what_is_left_or_that_it_has_ended(hous
     monkeypatch.setattr("relax_hpc.runs.status.job_state", lambda _: next(states))
     with pytest.raises(ConfigError, match="is completed; only a run that is running is scaled"):
         scale_in(house, 1)
-
-
-@pytest.mark.parametrize("transport", [None, "collective", "files"])
-def test_engines_cannot_be_added_to_those_on_the_actors_gpus(house, transport):
-    config = job_of(
-        run_root=str(house.paths.root.parent), engines__rollout__placement="actor",
-        schedule__max_staleness=0,
-    )  # fmt: skip
-    write_json(house.paths.config, config.model_dump(mode="json"))
-    with pytest.raises(ConfigError, match=r'placement = "actor": its engines are those') as error:
-        scale.out(house.paths.root, 2, transport)
-    assert "\n" not in str(error.value) and not house.paths.scale.exists()
 
 
 def test_a_start_that_fails_is_undone_with_all_that_came_up_for_it_and_says_why(house):
@@ -269,14 +222,6 @@ def test_a_start_that_fails_is_undone_with_all_that_came_up_for_it_and_says_why(
     out(house, 2)  # another try is another request
     running.tick()
     assert house.alive() == {"extra-3"}
-
-
-def test_a_step_that_slurm_refuses_fails_the_request(house):
-    house.refuse.add("extra-1")
-    running, request = house.grown(2)
-    running.tick()
-    state, reason = house.outcome(request)
-    assert state == "FAILED" and "node configuration is not available" in reason
 
 
 def test_an_engine_that_is_not_up_in_time_is_ended_and_then_its_step_from_outside(
@@ -369,16 +314,3 @@ def test_the_end_of_the_run_ends_every_added_engine(house):
     running, _ = house.grown(2)
     running.end(timeout_s=0.2)
     assert not house.alive() and house.states == {"extra-1": "GONE"}
-
-
-def test_the_updates_of_every_step_are_no_news(house):
-    running, _ = house.grown(2, "extra-1")
-    before = house.paths.scale_state.stat().st_mtime_ns
-    house.hold("extra-1", version=None, state="SYNCING")
-    running.tick()
-    house.hold("extra-1", version=house.version - 1)
-    running.tick()
-    assert house.paths.scale_state.stat().st_mtime_ns == before
-    house.hold("extra-1", version=None, state="FENCED")
-    running.tick()
-    assert house.states == {"extra-1": "FENCED"}

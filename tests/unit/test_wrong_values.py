@@ -3,17 +3,16 @@
 import datetime
 import math
 import re
-from typing import Annotated, get_args, get_origin
+from typing import get_args, get_origin
 
 import pytest
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ValidationError
 from pydantic_core.core_schema import ErrorType
 
 from relax_hpc.algorithms.table import PARTS
 from relax_hpc.config import job_file
 from relax_hpc.config.run import RunConfig, SftRunConfig
-from relax_hpc.errors import ConfigError, without_number
+from relax_hpc.errors import ConfigError
 from relax_hpc.launch import profiles
 from relax_hpc.runtime.text import wrong
 
@@ -86,26 +85,18 @@ def test_no_type_of_error_is_answered_in_words_of_pydantic():  # U12
 
 SAID = {
     "schedule.num_steps=two": "'two': use a whole number, without a point or quotes",
-    "schedule.num_steps=5.0": "5.0: use a whole number, without a point or quotes",
     "schedule.num_steps=0": "0: use more than 0",
     "schedule.max_staleness=-1": "-1: use 0 or more",
-    "seed=2147483648": "2147483648: use 2147483647 or less",
     "rollout.temperature=warm": "'warm': use a number, without quotes",
-    "rollout.temperature=nan": "nan: use a finite number",
     "algorithm.loss={name = 'ppo_clip', clip_low = 1.5}": (
         "algorithm.loss.clip_low = 1.5: use less than 1"
     ),
-    "actor.optimizer.final_lr_fraction=1.5": "1.5: use 1 or less",
-    "rollout.routed_experts=maybe": "'maybe': use true or false",
+    "rollout.advanced.routed_experts=maybe": "'maybe': use true or false",
     "model.dtype=float61": (
         "'float61': use 'float32', 'bfloat16' or 'float16'; did you mean float16?"
     ),
-    "boards.project=3": "3: use text, in quotes",
-    'boards.project=""': "'': use 1 or more characters",
-    "model.path=3": "3: use a path, in quotes",
     "actor.frozen=vision": "'vision': use a list, in brackets",
     "actor.lora.targets=[]": "[]: use 1 or more entries",
-    "prompts.media.image_tokens=[1, 2, 3]": "[1, 2, 3]: use 2 or fewer entries",
     "engines=3": "3: is a table of settings, not one value",
     "eval={'a/b' = {path = 'x'}}": (
         "eval.a/b = 'a/b': use letters of a to z, digits, - and _, a letter first"
@@ -125,78 +116,21 @@ def test_a_wrong_value_of_a_key_is_answered_with_what_is_allowed(setting):  # U1
     assert str(refused.value) == f"job.toml: {key}{line}"
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("gpus_per_node = 'x'", "gpus_per_node = 'x': is no number of GPUs; use 4 or \"h100:4\""),
-        (
-            "[actor]\nmem = '1 G'",
-            "actor.mem = '1 G': is no amount of memory; use \"64G\", or 65536",
-        ),
-        ("[actor]\nnodes = 'two'", "actor.nodes = 'two': use a whole number, without a point"),
-        ("actor = 3", "actor = 3: is a table of settings, not one value"),
-    ],
-)
-def test_a_wrong_value_of_a_profile_is_named_with_its_key(tmp_path, text, said):  # U12
-    (tmp_path / "site.toml").write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError) as refused:
-        profiles.load(str(tmp_path / "site.toml"))
-    assert str(refused.value).startswith(f"{tmp_path}/site.toml: {said}")
-
-
-def _even(number):
-    if number % 2:
-        raise AssertionError("is odd;\nuse an even number")
-    return number
-
-
-class Own(BaseModel):
-    """A part as a user may declare one."""
-
-    pattern: Annotated[str, Field(pattern="^v[0-9]$")] = "v1"
-    even: Annotated[int, AfterValidator(_even)] = 2
-    day: datetime.date = datetime.date(2024, 1, 1)
-    word: str = ""
-
-    @field_validator("word")
-    @classmethod
-    def _is_known(cls, word):
-        raise PydanticCustomError("unheard", "was never heard of: {word}", {"word": word})
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"pattern": "2"}, "does not match ^v[0-9]$"),
-        ({"even": 3}, "is odd; use an even number"),
-        ({"day": "never"}, "does not fit what is declared there"),
-        ({"word": "abc"}, "was never heard of: abc"),
-    ],
-)
-def test_a_users_own_part_says_what_it_will_in_a_line(settings, said):  # U12
-    with pytest.raises(ValidationError) as refused:
-        Own(**settings)
-    assert [wrong(item) for item in refused.value.errors()] == [said]
-
-
-def test_an_error_of_the_system_is_said_without_its_number(tmp_path):  # U12
-    with pytest.raises(FileNotFoundError) as missing:
-        (tmp_path / "x").read_text(encoding="utf-8")
-    assert without_number(missing.value) == f"No such file or directory: '{tmp_path}/x'"
-    assert without_number(OSError("[Errno -2] Name or service not known")) == (
-        "Name or service not known"
+def test_a_wrong_value_of_a_profile_is_named_with_its_key(tmp_path):  # U12
+    (tmp_path / "site.toml").write_text("[actor]\nmem = '1 G'", encoding="utf-8")
+    said = (
+        rf"^{tmp_path}/site.toml: actor.mem = '1 G': is no amount of memory; use \"64G\", or 65536"
     )
+    with pytest.raises(ConfigError, match=said):
+        profiles.load(str(tmp_path / "site.toml"))
 
 
 @pytest.mark.parametrize(
     ("command", "said"),
     [
         (("check", "jbo.toml"), "jbo.toml: no such file; did you mean job.toml?"),
-        (("check", "job"), "job: no such file; did you mean job.toml?"),
         (("check", "zzz"), "zzz: no such file; name a TOML file; relax-hpc init NAME makes one"),
         (("bench", "train", "--documents", "mxi"), "is none of one, mix; did you mean mix?"),
-        (("bench", "generate", "--shape", "tny"), "tiny-moe; did you mean tiny?"),
-        (("bench", "bus", "--json", "no/x.json"), "--json: no is no folder; make it; relax-hpc be"),
         (("schema", "--out", "no/x"), "--out no/x: cannot be written: No such file or directory"),
     ],
 )

@@ -107,7 +107,7 @@ def job_of(
     tree["rollout"] |= {
         "environment": work.lengths.write(folder),
         "max_new_tokens": work.lengths.p99,
-        "over_sampling": 0.0,
+        "advanced": tree["rollout"]["advanced"] | {"over_sampling": 0.0},
     }
     # Sampling goes on beside the last step that is measured, as it does beside all before.
     num_steps = work.last + mode.lag + 1

@@ -553,7 +553,7 @@ def _parts(
         task.paths,
         lambda: task.config.producers,
         lambda member: EngineClient(
-            member.url, _token(task, member), timeout_s=call_timeout_s(weights.timeout_s)
+            member.url, _token(task, member), timeout_s=call_timeout_s(weights.advanced.timeout_s)
         ),
     )
     publisher = publishing.publisher(register, waits_for_loads=True)

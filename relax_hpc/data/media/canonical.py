@@ -188,8 +188,8 @@ def _check_length(source: MediaSource, facts: MediaFacts, recipe: Recipe) -> Non
         )
     if length_s > recipe.audio.max_s:
         raise source.make_error(
-            f"has {length_s:.1f} s of sound, prompts.media.audio_max_s = {recipe.audio.max_s:g}; "
-            "cut it, or raise that"
+            f"has {length_s:.1f} s of sound, prompts.media.advanced.audio_max_s = "
+            f"{recipe.audio.max_s:g}; cut it, or raise that"
         )
 
 

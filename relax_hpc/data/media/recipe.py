@@ -124,12 +124,15 @@ def _family_in(config: Mapping[str, Any]) -> MediaFamily | None:
     return FAMILIES.get(str(config.get("model_type")))
 
 
-def read_recipe(folder: Path, settings: MediaConfig) -> Recipe | None:
+def read_recipe(
+    folder: Path, settings: MediaConfig, config: Mapping[str, Any] | None = None
+) -> Recipe | None:
     """Reads the recipe of a model.
 
     Args:
         folder: of the model.
         settings: bounds of the job, which override the model's.
+        config: the model's config.json, if that was read.
 
     Returns:
         None for a text-only model.
@@ -138,7 +141,7 @@ def read_recipe(folder: Path, settings: MediaConfig) -> Recipe | None:
         ConfigError: the folder has no preprocessor, or an unsupported one, or the job requests the
             sound of videos and the model does not hear.
     """
-    config = read_json(folder / "config.json") or {}
+    config = config or read_json(folder / "config.json") or {}
     family = _family_in(config)
     if family is None:
         return None
@@ -146,10 +149,10 @@ def read_recipe(folder: Path, settings: MediaConfig) -> Recipe | None:
     image = files.table("image_processor", _IMAGE_FILE)
     video = files.table("video_processor", _VIDEO_FILE, _IMAGE_FILE)
     has_sound = "audio" in family.placeholders
-    if settings.audio_in_video and not has_sound:
+    if settings.advanced.audio_in_video and not has_sound:
         raise ConfigError(
-            f"prompts.media.audio_in_video = true: the model in {folder}, of {family.name}, does "
-            "not hear; remove it, or use a model of model_type qwen3_omni_moe"
+            f"prompts.media.advanced.audio_in_video = true: the model in {folder}, of "
+            f"{family.name}, does not hear; remove it, or use a model of model_type qwen3_omni_moe"
         )
     sound = files.table("feature_extractor", _IMAGE_FILE) if has_sound else None
     thinker = config.get("thinker_config", config)
@@ -160,7 +163,7 @@ def read_recipe(folder: Path, settings: MediaConfig) -> Recipe | None:
         _video(family, video, settings),
         _audio(sound, settings, chunk) if sound else None,
         float(thinker.get("position_id_per_seconds", 13)),
-        settings.audio_in_video,
+        settings.advanced.audio_in_video,
     )
 
 
@@ -282,6 +285,6 @@ def _audio(table: _Table, settings: MediaConfig, chunk: int) -> AudioRecipe:
         table.count("feature_size", 128),
         table.count("n_fft", 400),
         table.count("hop_length", 160),
-        settings.audio_max_s or float(table.count("chunk_length", 300)),
+        settings.advanced.audio_max_s or float(table.count("chunk_length", 300)),
         chunk,
     )

@@ -97,8 +97,8 @@ class MediaSource(NamedTuple):
         there = Path(f"/proc/self/fd/{file.fileno()}").readlink()
         if not there.is_relative_to(self.folder.resolve()):
             raise self.make_error(
-                f"is a link to {there}, outside prompts.media.folder = {self.folder}; copy the "
-                "file there"
+                f"is a link to {there}, outside prompts.media.advanced.folder = {self.folder}; "
+                "copy the file there"
             )
 
     def read(self) -> bytes:
@@ -224,7 +224,9 @@ def _of_text(source: MediaSource, text: str, folder: Path) -> MediaSource:
         text = found["file"]
     path = Path(os.path.normpath(folder / text))
     if source.folder is not None and not path.is_relative_to(source.folder):
-        raise source.make_error(f"is outside prompts.media.folder = {folder}; move it there")
+        raise source.make_error(
+            f"is outside prompts.media.advanced.folder = {folder}; move it there"
+        )
     return source._replace(path=path)
 
 

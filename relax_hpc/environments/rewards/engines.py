@@ -42,7 +42,7 @@ class AskedPool:
             Text without special tokens.
 
         Raises:
-            EngineError: no engine of the pool answered within `launch.peer_timeout_s`.
+            EngineError: no engine of the pool answered within `launch.advanced.peer_timeout_s`.
         """
         client, conversation = await self._open()
         if isinstance(prompt, str):

@@ -49,7 +49,7 @@ class Scorer:
         """Counts errors in `events`; a reward may use the engines of the run in `run_dir`, and has
         `start_s` seconds to be imported."""
         self._run_dir = run_dir
-        self._config, self._num_workers = config, config.workers
+        self._config, self._num_workers = config, config.advanced.workers
         self._limits = limits_of(config)._replace(start_s=start_s)
         self._terms = list[registry.Term]()
         self._places_per_worker, self._sees_group = 1, False
@@ -316,7 +316,7 @@ class _ErrorReport:
 
 
 def limits_of(config: RewardConfig) -> WorkerLimits:
-    return WorkerLimits(config.deadline_s, int(config.memory_gib * (1 << 30)))
+    return WorkerLimits(config.deadline_s, int(config.advanced.memory_gib * (1 << 30)))
 
 
 WINDOW, LEAST = 500, 200
@@ -350,7 +350,7 @@ class ErrorLimit:
         reasons = Counter(error for _, error in failed).most_common(_SHOWN)
         named = "; ".join(f"{count} x {error}, first in {first[error]}" for error, count in reasons)
         raise RewardError(
-            f"reward.most_errors = {self._most:g}: the reward failed for {len(failed)} of the last "
-            f"{len(self._newest)} samples, among them, by guid/sibling, {named}; correct the "
-            "reward, or allow more, and submit a run of another name: resume keeps both"
+            f"reward.advanced.most_errors = {self._most:g}: the reward failed for {len(failed)} of "
+            f"the last {len(self._newest)} samples, among them, by guid/sibling, {named}; correct "
+            "the reward, or allow more, and submit a run of another name: resume keeps both"
         )

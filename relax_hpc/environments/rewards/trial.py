@@ -23,8 +23,8 @@ NOT_ASKED = "asks engines of the run, of which there are none now"
 WRONG = "I do not know."
 """A wrong response, as a policy gives at first."""
 _TO_A_WRONG_ONE = (
-    "; more than reward.most_errors such responses would end the run: return a number, say 0.0, "
-    "for what is no answer"
+    "; more than reward.advanced.most_errors such responses would end the run: return a number, "
+    "say 0.0, for what is no answer"
 )
 
 
@@ -110,7 +110,7 @@ async def _try(
         if worker.kind.pools is not None:
             _check_pools(key, worker.kind.pools, pools)
             return
-        for sample in _choose_tried(samples, config.most_errors):
+        for sample in _choose_tried(samples, config.advanced.most_errors):
             group = [sample, sample] if worker.kind.sees_group else [sample]
             scores = await worker.ask(group)
             if any(score.error is not None for score in scores):

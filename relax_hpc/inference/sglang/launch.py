@@ -36,7 +36,7 @@ _OURS = {
     "dtype": "model.dtype",
     "random_seed": "seed",
     "max_running_requests": "{pool}.max_running_requests",
-    "enable_return_routed_experts": "rollout.routed_experts",
+    "enable_return_routed_experts": "rollout.advanced.routed_experts",
     "nnodes": "{pool}.nodes_per_engine",
     "node_rank": None,
     "dist_init_addr": None,
@@ -250,9 +250,9 @@ def check_recompute(engine_args: PassThrough, *, flushes_paused: bool, version: 
     """
     if not flushes_paused and not engine_args.get("disable_radix_cache"):
         raise ConfigError(
-            f"weights.kv_cache = 'recompute': SGLang {version} keeps its cache of prefixes while "
-            "requests wait; set engines.rollout.args.disable_radix_cache = true, use 0.5.23 or "
-            "newer, or keep the cache"
+            f"weights.advanced.kv_cache = 'recompute': SGLang {version} keeps its cache of "
+            "prefixes while requests wait; set engines.rollout.args.disable_radix_cache = true, "
+            "use 0.5.23 or newer, or keep the cache"
         )
 
 

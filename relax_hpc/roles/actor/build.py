@@ -191,7 +191,7 @@ class Publishing:
         self._config, self._device = config, device
         by_lanes = shares_gpus and config.transport == "collective"
         specs = model.weight_specs()
-        plain = model.gather(config.bucket_bytes, to_all=by_lanes)
+        plain = model.gather(config.advanced.bucket_bytes, to_all=by_lanes)
         self._plan, self._gather = quantize.gather(config, specs, plain)
         self._link = LaneLink(world, self._plan, device, config) if by_lanes else None
         quantizer = Quantizer.of(config)
@@ -242,8 +242,8 @@ def _lease(rank: ModelRank[RunConfig], register: EngineRegistry) -> Lease:
         sleep = Sleep(
             register,
             rank.context.attempt,
-            timeout_s=config.weights.timeout_s,
-            start_timeout_s=config.rollout_pool.start_timeout_s,
+            timeout_s=config.weights.advanced.timeout_s,
+            start_timeout_s=config.rollout_pool.advanced.start_timeout_s,
         )
     return SharedGpus(rank.world, sleep, rank.events)
 
@@ -252,7 +252,7 @@ def _connect(config: RunConfig, secret: RunSecret, member: Member) -> EngineClie
     return EngineClient(
         member.url,
         secret.engine_token(member.id, member.start),
-        timeout_s=call_timeout_s(config.weights.timeout_s),
-        recompute=config.weights.kv_cache == "recompute",
+        timeout_s=call_timeout_s(config.weights.advanced.timeout_s),
+        recompute=config.weights.advanced.kv_cache == "recompute",
         has_prefix_cache=not config.rollout_pool.args.get("disable_radix_cache"),
     )

@@ -133,7 +133,9 @@ class Batch:
         rewards = rewards_of(index, self._comparison)
         counts = ~np.isnan(rewards)
         # A group without any reward is not solved, and teaches nothing.
-        solved = np.fmin.reduce(rewards, axis=1) >= np.float32(self._config.reward.solved_at)
+        solved = np.fmin.reduce(rewards, axis=1) >= np.float32(
+            self._config.reward.advanced.solved_at
+        )
         standing = standing_of(index, self._comparison)
         oldest = np.minimum.reduceat(index.policy_version_min.astype(np.int64), first)
         lag = step - 1 - oldest
@@ -318,7 +320,7 @@ def judge_of(config: RunConfig) -> Judge | None:
         never_asked = retired.all(axis=1)
         rewards[never_asked] = np.nan
         teaching = ~never_asked & standing.spread & standing.teaches.any(axis=1)
-        solved = np.fmin.reduce(rewards, axis=1) >= np.float32(config.reward.solved_at)
+        solved = np.fmin.reduce(rewards, axis=1) >= np.float32(config.reward.advanced.solved_at)
         solved |= never_asked
         means = [_mean(row[~np.isnan(row)].tolist()) for row in rewards]
         columns = [each.tolist() for each in (teaching, solved, standing.truncated, never_asked)]

@@ -59,8 +59,8 @@ def check_engine(
         )
     if routed_experts and shape.experts is None:
         raise ConfigError(
-            f"rollout.routed_experts = true: a model of model_type {shape.model_type!r} has no "
-            "experts; leave it out"
+            f"rollout.advanced.routed_experts = true: a model of model_type {shape.model_type!r} "
+            "has no experts; leave it out"
         )
     parser = {"embedded": embedded.check, "sglang": sglang.check}[pool.kind]
     parser(pool.args, key)
@@ -102,10 +102,11 @@ def check_quantized(config: RunConfig, shape: Architecture) -> None:
     """
     weights, pool = config.weights, config.rollout_pool
     if weights.quantize == "none":
-        if weights.modules_to_not_convert:
+        if weights.advanced.modules_to_not_convert:
             raise ConfigError(
-                f"weights.modules_to_not_convert = {weights.modules_to_not_convert}: nothing is "
-                "converted; set weights.quantize, or remove it"
+                "weights.advanced.modules_to_not_convert = "
+                f"{weights.advanced.modules_to_not_convert}: nothing is converted; set "
+                "weights.quantize, or remove it"
             )
         return
     if pool.kind != "sglang":
@@ -129,11 +130,11 @@ def check_quantized(config: RunConfig, shape: Architecture) -> None:
 
 
 def _check_kept(weights: WeightsConfig) -> None:
-    kept = weights.modules_to_not_convert
+    kept = weights.advanced.modules_to_not_convert
     for name in kept:
         if re.search(r"experts\.\d", name):
             raise ConfigError(
-                f"weights.modules_to_not_convert has {name!r}: the experts of a layer are "
+                f"weights.advanced.modules_to_not_convert has {name!r}: the experts of a layer are "
                 "converted together; name all of them, like 'model.layers.0.mlp.experts'"
             )
         prefix, last = name[: name.rfind(".") + 1], name.split(".")[-1]
@@ -141,8 +142,8 @@ def _check_kept(weights: WeightsConfig) -> None:
             missing = [prefix + other for other in fused if prefix + other not in kept]
             if last in fused and missing:
                 raise ConfigError(
-                    f"weights.modules_to_not_convert has {name!r}: engines have it in one matrix "
-                    f"with {', '.join(missing)}; name them, too"
+                    f"weights.advanced.modules_to_not_convert has {name!r}: engines have it in one "
+                    f"matrix with {', '.join(missing)}; name them, too"
                 )
 
 

@@ -117,13 +117,13 @@ def hosting_of(
         slot,
         shares_gpus=pool.placement == "actor",
         on_gpus=pool.resources.gpus_per_node > 0,
-        hang_timeout_s=pool.hang_timeout_s,
+        hang_timeout_s=pool.advanced.hang_timeout_s,
         max_restarts=config.launch.max_restarts,
-        peer_timeout_s=config.launch.peer_timeout_s,
+        peer_timeout_s=config.launch.advanced.peer_timeout_s,
         transport=transport or config.weights.transport,
-        recomputes=follows and config.weights.kv_cache == "recompute",
+        recomputes=follows and config.weights.advanced.kv_cache == "recompute",
         loads_itself=follows and config.launch.layout == "separate",
-        update_timeout_s=config.weights.timeout_s,
+        update_timeout_s=config.weights.advanced.timeout_s,
     )
 
 
@@ -137,7 +137,7 @@ def spec_of(config: RunConfig, slot: EngineSlot, name: str = ROLLOUT) -> EngineS
         args_on_own_gpus(pool, slot),
         seed=config.seed + slot.number,
         max_running_requests=pool.max_running_requests,
-        start_timeout_s=pool.start_timeout_s,
+        start_timeout_s=pool.advanced.start_timeout_s,
         nodes=pool.nodes_per_engine,
         routed_experts=follows and config.replays_routing,
         quantization=config.weights.quantization_config if follows else None,
@@ -513,7 +513,7 @@ class EngineHost:
                 engine.stop(_HUNG_GRACE_S)
                 return (
                     f"hangs: {engine} has said nothing for {silent_s:.0f} s, and no update is "
-                    f"under way (engines.{self._spec.pool}.hang_timeout_s); {where}\n"
+                    f"under way (engines.{self._spec.pool}.advanced.hang_timeout_s); {where}\n"
                     f"{engine.last_lines()}"
                 )
         return None

@@ -53,7 +53,7 @@ def read(config: RunConfig, say: Say) -> Sources:
     facts.check_weights(config.model.path)
     check_engine(config.rollout_pool, facts.shape)
     check_pools(config, facts)
-    return read_prompts(config, say, is_trained=False)[1]
+    return read_prompts(config, facts, say, is_trained=False)[1]
 
 
 def main(
@@ -112,7 +112,11 @@ class Shards:
     def __init__(
         self, config: RunConfig, sources: Sources, folders: Folders, events: EventWriter
     ) -> None:
-        self._most, self._folders, self._events = config.rollout.groups_per_shard, folders, events
+        self._most, self._folders, self._events = (
+            config.rollout.advanced.groups_per_shard,
+            folders,
+            events,
+        )
         self._masks_errors = config.reward.masks_errors
         self._prompts = {
             name: min(settings.num_prompts, len(sources.heldout[name]))

@@ -69,7 +69,7 @@ def _host(
         own = [slot.id for slot in slots]
         origin = provenance(config, context)
         with Folders.open(
-            paths.bus, *share, origin, compress=config.bus.compress, spares=SPARES
+            paths.bus, *share, origin, compress=config.bus.advanced.compress, spares=SPARES
         ) as folders:
             loop = _loop(config, paths, context, share, own, sources, folders, events)
             asyncio.run(while_kept(hosts, loop))

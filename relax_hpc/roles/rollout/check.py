@@ -14,6 +14,7 @@ from relax_hpc.environments.rewards.contract import Sample
 from relax_hpc.errors import ConfigError
 from relax_hpc.inference.sglang import launch as sglang
 from relax_hpc.roles.engine.check import check_engine, check_quantized
+from relax_hpc.roles.facts import Facts
 from relax_hpc.roles.role import Say
 from relax_hpc.roles.rollout import prompt_check
 from relax_hpc.trainer.models.architecture import Architecture
@@ -24,28 +25,30 @@ MOST_COMPARED = 20_000
 """Training prompts compared with each other and with held-out ones before a job is queued."""
 
 
-def check(config: RunConfig, shape: Architecture, say: Say) -> RunConfig:
+def check(config: RunConfig, facts: Facts, say: Say) -> RunConfig:
     """Rejects a rollout that cannot work; the slowest checks come last.
 
     Returns:
         The run, with the recording of experts decided.
     """
+    shape = facts.shape
     config = with_routed_experts(config, shape)
     check_engine(config.rollout_pool, shape, routed_experts=config.replays_routing)
     check_lease(config)
     check_quantized(config, shape)
     check_evaluations(config)
-    check_prompts(config, say)
+    check_prompts(config, facts, say)
     return config
 
 
 def with_routed_experts(config: RunConfig, shape: Architecture) -> RunConfig:
     """Turns on the recording of experts for a mixture of experts, unless the job turns it off."""
-    if config.rollout.routed_experts is not None:
+    if config.rollout.advanced.routed_experts is not None:
         return config
     can = shape.experts is not None and config.rollout_pool.kind == "sglang"
     can &= not config.rollout.stop
-    rollout = config.rollout.model_copy(update={"routed_experts": can})
+    advanced = config.rollout.advanced.model_copy(update={"routed_experts": can})
+    rollout = config.rollout.model_copy(update={"advanced": advanced})
     return config.model_copy(update={"rollout": rollout})
 
 
@@ -84,9 +87,9 @@ def check_evaluations(config: RunConfig) -> None:
             )
 
 
-def check_prompts(config: RunConfig, say: Say) -> None:
+def check_prompts(config: RunConfig, facts: Facts, say: Say) -> None:
     """Checks that all files hold prompts that fit the trainer and the model."""
-    files, sources = read_prompts(config, say)
+    files, sources = read_prompts(config, facts, say)
     found = prompt_check.overlap_of(config, files, MOST_COMPARED)
     for remark in [
         *few_rows(config, sources),
@@ -97,7 +100,7 @@ def check_prompts(config: RunConfig, say: Say) -> None:
 
 
 def read_prompts(
-    config: RunConfig, say: Say, *, is_trained: bool = True
+    config: RunConfig, facts: Facts, say: Say, *, is_trained: bool = True
 ) -> tuple[prompt_check.Files, prompt_check.Sources]:
     """Reads all data, and rejects prompts that cannot be sampled or scored.
 
@@ -108,8 +111,9 @@ def read_prompts(
     environments.make(config.rollout)
     # Most mistakes are there: find them before the slow import of a tokenizer.
     files = prompt_check.read(config, is_trained=is_trained)
-    sources = prompt_check.sources_of(config, files, tokenizers.load(config.model.path))
-    for remark in prompt_check.check_sample(config, sources):
+    tokenizer = tokenizers.load(config.model.path, facts.shape.model_type)
+    sources = prompt_check.sources_of(config, files, tokenizer, facts)
+    for remark in prompt_check.check_sample(config, sources, facts.shape):
         say(remark)
     try_reward(config, sources.train)
     return files, sources

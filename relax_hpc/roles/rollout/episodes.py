@@ -22,11 +22,10 @@ from relax_hpc.data.conversation import Conversation
 from relax_hpc.data.media.workers import MediaWorkers
 from relax_hpc.data.media_tokens import MediaTokens
 from relax_hpc.data.source import Prompt, PromptSource
-from relax_hpc.environments.environment import Environment, Outcome
 from relax_hpc.environments.record import Call, EpisodeRecord, sequences
 from relax_hpc.environments.rewards.contract import Sample, Score, as_score, fail
 from relax_hpc.environments.rewards.scorer import ErrorLimit
-from relax_hpc.environments.session import Sampler, Session, TurnMedia
+from relax_hpc.environments.session import Environment, Outcome, Sampler, Session, TurnMedia
 from relax_hpc.errors import DeadlyRequestError, EngineError, RelaxError, show
 from relax_hpc.inference.generation import Sampling
 from relax_hpc.runtime.files.user_programs import describe_call_error
@@ -296,7 +295,7 @@ class Grouper:
     ) -> None:
         self._config, self._prompts, self._episodes = config, prompts, episodes
         self._is_retired = is_retired
-        self._limit = ErrorLimit(config.reward.most_errors)
+        self._limit = ErrorLimit(config.reward.advanced.most_errors)
         self.running: dict[int, list[EpisodeRecord]] = {}
         """Records of unfinished groups, one per sibling, by guid: running and cancelled ones."""
         self.asked: dict[int, Prompt] = {}

@@ -1,25 +1,17 @@
 """Runs rollout: samples prompt groups and publishes them, within the staleness bound.
 
-Why it may wait; docs/explanation/architecture.md says what shows each:
-
-* before the loop (`build`): prompts are read, rows checked, engines start
-* nothing is started (`run`): no engine serves, the staleness bound, no batch is left (`Pace`);
-  the disk is full (`Outbox`); an end is announced (`unfinished`); held-out sets are owed
-  (`_is_over`)
-* a group under way: a skip or a retired prompt is undecided (`skips`); media are decoded; its
-  environment or its reward takes long (`episodes`)
-* a request (`inference.pool`): engines are full, too old, or rest; the first sibling computes a
-  long prompt; a request that ended engines is alone
-* an engine: it syncs, is fenced, drains, or lent its GPUs to the trainer (`inference.members`)
-* two jobs: the side is held (`launch.holder`)
+`Pace.wait_reason` says why it starts no further group now. Groups under way wait in `skips`,
+`episodes` (media, environment, reward) and `inference.pool` (engines that are full, too old, or
+rest). docs/explanation/architecture.md lists all waits with what shows each.
 """
 
 import asyncio
 import time
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
@@ -33,8 +25,23 @@ from relax_hpc.roles.rollout.folders import Folders
 from relax_hpc.roles.rollout.heldout import Evaluator
 from relax_hpc.roles.rollout.skips import TaskSkips
 from relax_hpc.roles.rollout.unfinished import AnnouncedEnd
+from relax_hpc.runtime import heartbeat
 from relax_hpc.runtime.telemetry.events import EventWriter
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory, key_of_medium
+
+WaitReason = Literal[
+    "ending", "disk_full", "last_step", "no_engine", "max_staleness", "last_evaluation"
+]
+"""Why a task starts no further prompt group. `status`, `watch` and `waits` events name it;
+docs/how-to/what-now.md says what to turn.
+
+* ending: the end of the job is announced; unfinished groups are kept for the next start
+* disk_full: finished groups find no room in the run directory
+* last_step: all groups of the run's steps are started
+* no_engine: none serves: they start, take new weights, are fenced, or lent their GPUs
+* max_staleness: it is so many policies ahead of the trainer, and waits for the next one
+* last_evaluation: training is over
+"""
 
 
 class Pace:
@@ -45,7 +52,7 @@ class Pace:
         self._num_steps = config.schedule.num_steps
         self._prompts_per_step = config.schedule.prompts_per_step
         self._credit, self._ends = Credit(), list[int]()
-        self._spare = int(config.rollout.over_sampling * self._prompts_per_step)
+        self._spare = int(config.rollout.advanced.over_sampling * self._prompts_per_step)
 
     def follow(self, credit: Credit, skipped: Sequence[int] = ()) -> None:
         """Updates the ends of batches from the trainer's grant.
@@ -74,19 +81,26 @@ class Pace:
         behind = max(guid - ends[-1], 0) // size
         return self._credit.step + 1 + bisect_right(ends, guid) + behind
 
-    def may_start(self, guid: int, version: int | None) -> bool:
-        """Whether a prompt group may be started with engines that hold `version`.
+    def wait_reason(
+        self, guid: int, version: int | None, *, is_ending: bool = False, disk_full: bool = False
+    ) -> WaitReason | None:
+        """Returns why a prompt group may not be started now; None if it may.
 
         Groups beyond the staleness bound are over-sampled: one that is ready before a straggler of
         the previous batch takes its place there. No group is started that no batch would take.
         """
-        if version is None or self.batch_of(guid) > self._num_steps:
-            return False
-        return may_start_batch(
-            self.batch_of(max(guid - self._spare, 0)),
-            policy_version=version,
-            max_staleness=self._max_staleness,
-        )
+        if is_ending:
+            return "ending"
+        if disk_full:
+            return "disk_full"
+        if self.batch_of(guid) > self._num_steps:
+            return "last_step"
+        if version is None:
+            return "no_engine"
+        batch = self.batch_of(max(guid - self._spare, 0))
+        if may_start_batch(batch, policy_version=version, max_staleness=self._max_staleness):
+            return None
+        return "max_staleness"
 
     def min_version(self, guid: int, version: int | None) -> int:
         """Returns the oldest policy that may sample a token of a group which starts with
@@ -98,6 +112,28 @@ class Pace:
         """Whether no running group belongs to a batch of the ready ones."""
         last = max((self.batch_of(guid) for guid in ready), default=0)
         return all(self.batch_of(guid) > last for guid in running)
+
+
+class Waits:
+    """Notes what the task waits for: for `status`, and in a `waits` event per step."""
+
+    def __init__(self, events: EventWriter) -> None:
+        self._events = events
+        self._now, self._since, self._step = "sampling", time.monotonic(), -1
+        self._seconds = defaultdict[str, float](float)
+
+    def note(self, reason: WaitReason, *, step: int, is_sampling: bool) -> None:
+        """Takes why no further group is started, the last step that is trained, and whether any
+        group is under way; cheap to call."""
+        heartbeat.say(f"sampling (next: {reason})" if is_sampling else f"waits ({reason})")
+        now = time.monotonic()
+        self._seconds[f"time/{self._now}"] += now - self._since
+        self._now, self._since = "sampling" if is_sampling else reason, now
+        if step != self._step:
+            if self._step >= 0:
+                self._events.emit("waits", step=self._step + 1, **self._seconds)
+            self._seconds.clear()
+            self._step = step
 
 
 POLL_S = 0.05
@@ -131,19 +167,23 @@ async def run(
     owed, rest = deque[int](), folders.list_owed(start=retired)
     end.begin(start=retired)
     pace, running = Pace(config), dict[asyncio.Task[PromptGroup], int]()
-    while not await _is_over(config, engines, evaluator, credits, running, owed):
+    waits = Waits(events)
+    while not await _is_over(config, engines, evaluator, credits, running, owed, waits):
         credit, version = credits.latest(), await engines.version()
-        evaluator.consider(version, trained=credit.step if credit else 0)
+        step = credit.step if credit else 0
+        evaluator.consider(version, trained=step)
         again = folders.owe_again(credit.owed if credit else ())
         owed.extendleft(reversed(again))
         skips.take_back(again)
         pace.follow(credit or Credit(), skips.unknown_to(credit))
         is_ending = end.is_near()  # from here on the same, whatever is announced meanwhile
-        while not (outbox.full or is_ending) and pace.may_start(_first(owed, rest), version):
+        why = partial(pace.wait_reason, is_ending=is_ending, disk_full=outbox.full)
+        while (reason := why(_first(owed, rest), version)) is None:
             guid = owed.popleft()
             running[asyncio.create_task(group(guid, pace.min_version(guid, version)))] = guid
         if is_ending:
             await _break_off(running, owed)
+        waits.note(reason, step=step, is_sampling=bool(running))
         finished = await _take_finished(running)
         outbox.add(finished)
         skips.judge(finished)
@@ -165,6 +205,7 @@ async def _is_over(
     credits: CreditTail,
     running: "dict[asyncio.Task[PromptGroup], int]",
     owed: deque[int],
+    waits: Waits,
 ) -> bool:
     """Whether training is over, and the engines hold the policy of the last evaluation.
 
@@ -172,6 +213,7 @@ async def _is_over(
     step. A trainer that has lost that step may need the `running` groups, and more.
     """
     while (credit := credits.latest()) and credit.finished:
+        waits.note("last_evaluation", step=credit.step, is_sampling=False)
         await _break_off(running, owed)
         if not evaluator.owes_last or await engines.version() == config.schedule.num_steps:
             return True
@@ -192,7 +234,7 @@ class Outbox:
     def __init__(self, folders: Folders, events: EventWriter, config: RunConfig) -> None:
         self._folders = folders
         self._publish = partial(publish, events=events, masks_errors=config.reward.masks_errors)
-        self._groups_per_shard = config.rollout.groups_per_shard
+        self._groups_per_shard = config.rollout.advanced.groups_per_shard
         self._ready: list[PromptGroup] = []
         self._ready_since = 0.0
         self._space = Space()

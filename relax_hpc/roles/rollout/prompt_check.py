@@ -22,6 +22,8 @@ from relax_hpc.data.rows import SAMPLE, describe_left_out, naming
 from relax_hpc.data.source import Examined, PromptSource
 from relax_hpc.environments.rewards.registry import REWARDS, Term, terms_of
 from relax_hpc.errors import ConfigError, nearest, show
+from relax_hpc.roles.facts import Facts
+from relax_hpc.trainer.models.architecture import Architecture
 from relax_hpc.trainer.models.registry import read_architecture
 
 if TYPE_CHECKING:
@@ -141,7 +143,12 @@ def open_sources(config: RunConfig) -> Sources:
     return sources_of(config, open_files(config), tokenizers.load(config.model.path))
 
 
-def sources_of(config: RunConfig, files: Files, tokenizer: "PreTrainedTokenizerBase") -> Sources:
+def sources_of(
+    config: RunConfig,
+    files: Files,
+    tokenizer: "PreTrainedTokenizerBase",
+    facts: Facts | None = None,
+) -> Sources:
     """Returns the prompts as engines take them.
 
     Raises:
@@ -149,16 +156,17 @@ def sources_of(config: RunConfig, files: Files, tokenizer: "PreTrainedTokenizerB
             limits that its model or engine does not support.
     """
     settings = config.prompts
-    recipe = read_recipe(config.model.path, settings.media)
+    path = config.model.path
+    recipe = read_recipe(path, settings.media, facts and facts.config(path).record)
     _check_media(config, recipe)
-    media = recipe and MediaTokens(recipe, tokenizer, Decoders(settings.media.workers))
+    media = recipe and MediaTokens(recipe, tokenizer, Decoders(settings.media.advanced.workers))
     if settings.chat_template and not tokenizer.chat_template:
         raise ConfigError(
             f"prompts.chat_template = True: the tokenizer in {config.model.path} has none; "
             "set it to false, or add a chat_template.jinja"
         )
 
-    vocab_size = read_architecture(config.model.path).vocab_size
+    vocab_size = (facts.shape if facts else read_architecture(path)).vocab_size
 
     def source(records: Records, shuffle_seed: int | None) -> PromptSource:
         return PromptSource(
@@ -175,7 +183,9 @@ def sources_of(config: RunConfig, files: Files, tokenizer: "PreTrainedTokenizerB
 def _check_media(config: RunConfig, recipe: Recipe | None) -> None:
     path, settings = config.model.path, config.prompts.media
     if recipe is None and settings != MediaConfig():
-        [key, *_] = sorted(settings.model_fields_set)
+        own = settings.model_dump(exclude_unset=True)
+        further = own.pop("advanced", {})
+        [key, *_] = [*sorted(own), *(f"advanced.{key}" for key in further)]
         raise ConfigError(
             f"prompts.media.{key}: the model in {path} reads text only; remove it, or use a model "
             "that takes media"
@@ -187,7 +197,9 @@ def _check_media(config: RunConfig, recipe: Recipe | None) -> None:
         )
 
 
-def check_sample(config: RunConfig, sources: Sources) -> list[str]:
+def check_sample(
+    config: RunConfig, sources: Sources, shape: Architecture | None = None
+) -> list[str]:
     """Tokenizes some prompts, the longest texts among them.
 
     Returns:
@@ -209,7 +221,7 @@ def check_sample(config: RunConfig, sources: Sources) -> list[str]:
         good[key] = [row for row in chosen[key] if row not in bad]
         is_train = key == sources.train_key
         _check_columns(config.prompts.columns, source.records, good[key], is_train=is_train)
-    check_lengths(config, {key: each.longest for key, each in found.items()})
+    check_lengths(config, {key: each.longest for key, each in found.items()}, shape)
     for key, each in found.items():
         if len(each.bad) == every[key].num_rows:
             raise ConfigError(f"{key}: no row can be used; the first: {each.bad[0][1]}")
@@ -311,7 +323,9 @@ def overlap_of(config: RunConfig, files: Files, most: int | None = None) -> Over
     return overlap.find(files.train, used, most)
 
 
-def check_lengths(config: RunConfig, longest: Mapping[str, int]) -> None:
+def check_lengths(
+    config: RunConfig, longest: Mapping[str, int], shape: Architecture | None = None
+) -> None:
     """Checks that a response of maximal length fits the trainer and the model's positions.
 
     Args:
@@ -334,7 +348,7 @@ def check_lengths(config: RunConfig, longest: Mapping[str, int]) -> None:
         place = (limit, f"{section}.max_new_tokens") if limit else (new, key)
         lengths.append((tokens, *place))
     tokens, new, key = max(lengths, key=lambda each: each[0] + each[1])
-    shape = read_architecture(config.model.path)
+    shape = shape or read_architecture(config.model.path)
     if tokens + new > shape.max_positions:
         left = shape.max_positions - tokens
         remedy = f"use {left} or less" if left > 0 else "lower prompts.max_prompt_tokens"

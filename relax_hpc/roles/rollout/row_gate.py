@@ -1,10 +1,10 @@
 """Decides once which rows of its data a run leaves out, and refuses it if it may leave out none.
 
 Rows with broken media are found at submission, which decodes everything
-(`prompts.media.broken = "skip"`). The others are found at the first start: each rollout task checks
-a share of the rows and writes its results to a file. Once all files are there, the decision is made
-and kept. Every later start follows both records, for any number of tasks and whatever has become of
-the data: a guid always means the same row.
+(`prompts.media.advanced.broken = "skip"`). The others are found at the first start: each rollout
+task checks a share of the rows and writes its results to a file. Once all files are there, the
+decision is made and kept. Every later start follows both records, for any number of tasks and
+whatever has become of the data: a guid always means the same row.
 """
 
 import hashlib
@@ -166,18 +166,18 @@ def decide_media(
     Raises:
         ConfigError: all rows of some data are unusable.
     """
-    if not isinstance(config, RunConfig) or config.prompts.media.broken != "skip":
+    if not isinstance(config, RunConfig) or config.prompts.media.advanced.broken != "skip":
         return None
     recipe = recipes.read_recipe(config.model.path, config.prompts.media)
     assert recipe is not None, "settings of media are refused for other models"
     files = files or open_files(config).by_key
     num_rows = {key: len(each) for key, each in files.items()}
     say(
-        f'prompts.media.broken = "skip": the media of {sum(num_rows.values()):,} rows are decoded '
-        "before anything is started; no other start decodes them again"
+        f'prompts.media.advanced.broken = "skip": the media of {sum(num_rows.values()):,} rows are '
+        "decoded before anything is started; no other start decodes them again"
     )
     begin = time.monotonic()
-    found = decode(files, recipe, config.prompts.media.workers, advance)
+    found = decode(files, recipe, config.prompts.media.advanced.workers, advance)
     took_s = time.monotonic() - begin
     for key, rows in found.broken.items():
         first = next(iter(rows.values()))
@@ -211,13 +211,13 @@ def _read_broken(
     Args:
         num_rows: current number of rows, by the key that names the data.
     """
-    if config.prompts.media.broken != "skip":
+    if config.prompts.media.advanced.broken != "skip":
         return {key: {} for key in num_rows}
     record = read_json(paths.broken_media)
     if record is None or record["format"] != _FORMAT:
         raise ConfigError(
-            f'{paths.broken_media}: does not say which rows prompts.media.broken = "skip" leaves '
-            "out; cancel the run, and resume it"
+            f"{paths.broken_media}: does not say which rows prompts.media.advanced.broken = "
+            '"skip" leaves out; cancel the run, and resume it'
         )
     before = dict.fromkeys(num_rows, 0) | record["num_rows"]
     order.check_num_rows(num_rows, before, since="submitted")
@@ -338,7 +338,7 @@ class RowGate:
             name: [row for row in self._share.rows(count) if row not in self._broken[name]]
             for name, count in self._num_rows.items()
         }
-        is_decoded = self._config.prompts.media.broken == "skip"
+        is_decoded = self._config.prompts.media.advanced.broken == "skip"
         own = examine(self._sources, rows, is_decoded=is_decoded)
         told = {"key": self._key, "tasks": self._share.size, "num_rows": self._num_rows}
         write_json(record, {**told, "found": own})
@@ -356,7 +356,7 @@ class RowGate:
             with suppress(ConfigError):
                 return self._publish(found)
         own, size = self._share
-        shares, timeout_s = {own: self._look()}, self._config.launch.peer_timeout_s
+        shares, timeout_s = {own: self._look()}, self._config.launch.advanced.peer_timeout_s
         deadline = time.monotonic() + timeout_s
         while (decision := RowDecision.read(self._paths)) is None:
             is_late = time.monotonic() > deadline
@@ -370,13 +370,13 @@ class RowGate:
             if is_late:
                 if not missing:
                     raise PeerTimeoutError(
-                        f"rollout-0 did not decide in launch.peer_timeout_s = {timeout_s} s which "
-                        "rows are left out; its log says why"
+                        f"rollout-0 did not decide in launch.advanced.peer_timeout_s = {timeout_s} "
+                        "s which rows are left out; its log says why"
                     )
                 names = ", ".join(f"rollout-{number}" for number in missing)
                 raise PeerTimeoutError(
-                    f"{names} did not look at its prompts in launch.peer_timeout_s = {timeout_s} "
-                    "s; its log says why"
+                    f"{names} did not look at its prompts in launch.advanced.peer_timeout_s = "
+                    f"{timeout_s} s; its log says why"
                 )
             time.sleep(_LOOK_S)
         return decision

@@ -44,7 +44,9 @@ async def open_sampling(
         client_of(
             config, paths, own=own, stop_token=source.tokenizer.eos_token_id, events=events
         ) as engines,
-        Scorer(config.reward, events, paths.root, start_s=config.launch.peer_timeout_s) as scorer,
+        Scorer(
+            config.reward, events, paths.root, start_s=config.launch.advanced.peer_timeout_s
+        ) as scorer,
         media_workers(config, source) as workers,
     ):
 
@@ -72,6 +74,6 @@ async def media_workers(
     if not (media := source.media_tokens):
         yield None
         return
-    store = config.prompts.media.store
+    store = config.prompts.media.advanced.store
     async with MediaWorkers(media.recipe, media.decoders, store=store) as workers:
         yield workers

@@ -114,7 +114,7 @@ class Unfinished:
         """
         found = {g: group for g, group in self._folders.partial.items() if g >= start}
         num_damaged = self._folders.num_damaged_tokens
-        most = self._config.rollout.max_continuations
+        most = self._config.rollout.advanced.max_continuations
         again = {g for g in found if most is not None and self._folders.times_kept(g) > most}
         self._check_model(found)
         for guid, group in found.items():

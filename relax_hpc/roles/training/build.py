@@ -81,7 +81,7 @@ def checkpoints_on_plan(
     paths = rank.paths
     return saving.checkpoints_of(
         when, paths, rank.world, PlanPosition,
-        timeout_s=rank.config.launch.peer_timeout_s,
+        timeout_s=rank.config.launch.advanced.peer_timeout_s,
         is_valid=lambda position: is_planned(paths.bus, position),
         lacks=partial(saving.lack_of, paths), folder=folder,
     )  # fmt: skip
@@ -97,7 +97,9 @@ def sidecar_writer(rank: ModelRank[RunConfig], model: Path) -> SidecarWriter:
         "node": context.node,
         "model": str(model),
     }
-    return SidecarWriter(rank.paths.bus, context.name, provenance, compress=config.bus.compress)
+    return SidecarWriter(
+        rank.paths.bus, context.name, provenance, compress=config.bus.advanced.compress
+    )
 
 
 def trainer_of(

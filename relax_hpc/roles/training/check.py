@@ -14,7 +14,6 @@ from relax_hpc.roles.facts import Facts
 from relax_hpc.roles.teacher.prompts import make_privileged_prompts
 from relax_hpc.runtime.files import user_files
 from relax_hpc.trainer.megatron import fit
-from relax_hpc.trainer.models import registry
 from relax_hpc.trainer.models.architecture import Architecture
 
 SAMPLE = 64
@@ -55,7 +54,7 @@ def check_reference(config: RunConfig, facts: Facts) -> None:
     megatron = config.reference_megatron if is_own else config.actor
     found = _check_other("reference.path", path, megatron, facts)
     key = f"reference.path = {str(path)!r}"
-    _check_sees_alike(config, path, key)
+    _check_sees_alike(config, path, key, facts)
     check_window(config, key, found, facts.shape)
     of_length = {"max_positions", "is_window"}
     names = [field.name for field in fields(Architecture) if field.name not in of_length]
@@ -78,7 +77,9 @@ def check_critic(config: RunConfig, facts: Facts) -> None:
     found = _check_other("critic.path", path, critic.megatron(config.actor), facts)
     key, remedy = f"critic.path = {str(path)!r}", "use a model of the same tokenizer"
     _check_same(key, ["vocab_size"], found, facts.shape, remedy)
-    check_first_weights(critic.weights, found, section="critic", has_vocabulary=False)
+    check_first_weights(
+        critic.advanced.weights, found, section="critic.advanced", has_vocabulary=False
+    )
 
 
 def check_teachers(config: RunConfig, facts: Facts) -> None:
@@ -87,7 +88,7 @@ def check_teachers(config: RunConfig, facts: Facts) -> None:
         path, megatron = teacher.model(config.model).path, teacher.megatron(config.actor, name)
         found = _check_other(f"teachers.{name}.path", path, megatron, facts)
         key = f"teachers.{name}.path = {str(path)!r}"
-        _check_sees_alike(config, path, key)
+        _check_sees_alike(config, path, key, facts)
         if facts.shape.vision and teacher.prompt:
             raise ConfigError(
                 f"teachers.{name}.prompt: has no media, and model.path = "
@@ -126,10 +127,11 @@ def _check_same(
             )
 
 
-def _check_sees_alike(config: RunConfig, path: Path, key: str) -> None:
+def _check_sees_alike(config: RunConfig, path: Path, key: str, facts: Facts) -> None:
     """Checks that a model that reads the policy's rows gets their media in the same form."""
-    settings = config.prompts.media
-    if read_recipe(path, settings) != read_recipe(config.model.path, settings):
+    folders = path, config.model.path
+    mine, own = (read_recipe(f, config.prompts.media, facts.config(f).record) for f in folders)
+    if mine != own:
         raise ConfigError(
             f"{key}: its images are made otherwise than model.path's (by its config.json and the "
             "files of its preprocessor); use a model of the same preprocessor"
@@ -224,7 +226,7 @@ def check_rate(config: JobConfig, say: Callable[[str], None]) -> None:
         )
 
 
-def check_trainer(config: JobConfig) -> None:
+def check_trainer(config: JobConfig, shape: Architecture) -> None:
     actor = config.actor
     if not (actor.transformer or actor.optimizer.ddp or actor.optimizer.megatron):
         return  # nothing to ask, and asking takes seconds: Megatron-core has to be imported
@@ -234,5 +236,5 @@ def check_trainer(config: JobConfig) -> None:
         from relax_hpc.trainer.megatron.settings import transformer_config
 
         model = config.model
-        transformer_config(actor, registry.read_architecture(model.path), model.dtype)
+        transformer_config(actor, shape, model.dtype)
         settings.check_optimizer(actor.optimizer, model.dtype)

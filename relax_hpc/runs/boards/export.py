@@ -187,7 +187,7 @@ class Export(Board):
         self._service = (make or _service(name))(
             Described(
                 self._id, config.name, config.boards.project, settings(config),
-                paths.root.absolute(), offline, config.boards.tracking_uri,
+                paths.root.absolute(), offline, config.boards.advanced.tracking_uri,
             )
         )  # fmt: skip
 
@@ -257,12 +257,13 @@ def send(
     paths = RunPaths(run_dir)
     config, state = job_file.read_resolved(paths.config), status.job_state(run_dir)
     if uri is not None:
-        boards = config.boards.model_copy(update={"tracking_uri": uri})
+        advanced = config.boards.advanced.model_copy(update={"tracking_uri": uri})
+        boards = config.boards.model_copy(update={"advanced": advanced})
         config = config.model_copy(update={"boards": boards})
-    if name == "mlflow" and not offline and config.boards.tracking_uri is None:
+    if name == "mlflow" and not offline and config.boards.advanced.tracking_uri is None:
         raise ConfigError(
-            f"{run_dir}: names no server of MLflow (boards.tracking_uri); give --tracking-uri "
-            "http://HOST:PORT, or --offline"
+            f"{run_dir}: names no server of MLflow (boards.advanced.tracking_uri); give "
+            "--tracking-uri http://HOST:PORT, or --offline"
         )
     if name in config.boards.export and not states.is_over(state):
         raise ConfigError(

@@ -28,7 +28,7 @@ def main() -> None:
     paths = RunPaths(args.run_dir)
     permissions.enter(paths)
     config = job_file.read_resolved(paths.config)
-    storage.settle(config.launch.peer_timeout_s, reserve=paths.reserve)
+    storage.settle(config.launch.advanced.peer_timeout_s, reserve=paths.reserve)
     found = summary.write(args.run_dir)
     complete(paths, config, failed=args.exit_code != 0)
     tell(paths, config, found["steps_done"], failed=args.exit_code != 0, ended=args.ended)

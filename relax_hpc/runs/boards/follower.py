@@ -79,12 +79,12 @@ def main() -> None:
         return
     controller = ProcessId.of(args.controller)
     config = job_file.read_resolved(paths.config)
-    storage.settle(config.launch.peer_timeout_s, reserve=paths.reserve)
+    storage.settle(config.launch.advanced.peer_timeout_s, reserve=paths.reserve)
     board: Board
     if args.to == "tensorboard":
         board = RunBoard(paths, config)
     else:
-        board = Export(paths, config, args.to, offline=config.boards.offline)
+        board = Export(paths, config, args.to, offline=config.boards.advanced.offline)
     tell = _teller(paths, config, args.job_id) if args.to == "tensorboard" else _say_nothing
     next_look = 0.0
     while not end.wait(_EVERY_S) and controller.find():
@@ -109,7 +109,9 @@ def _teller(paths: "RunPaths", config: "JobConfig", job_id: str) -> "Callable[[l
     from relax_hpc.launch import requeue
     from relax_hpc.runs.boards import notify
 
-    watch = notify.ProgressWatch(notify.Notifier(paths, config), config.notify.plateau_steps)
+    watch = notify.ProgressWatch(
+        notify.Notifier(paths, config), config.notify.advanced.plateau_steps
+    )
     comment = notify.Comment(job_id)
     to_come: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
 

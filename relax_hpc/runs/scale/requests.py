@@ -120,7 +120,7 @@ def wait(run_dir: Path, request: ScaleRequest) -> ScaleOutcome:
     paths = RunPaths(run_dir.absolute())
     config = job_file.read_resolved(paths.config)
     assert isinstance(config, RunConfig)
-    patience = config.rollout_pool.start_timeout_s + config.launch.peer_timeout_s
+    patience = config.rollout_pool.advanced.start_timeout_s + config.launch.advanced.peer_timeout_s
     timeout_s = _MARGIN_S + (request.drain_s if request.kind == "in" else patience)
     deadline = time.monotonic() + timeout_s
     while True:

@@ -212,9 +212,12 @@ class Scaler:
 
     def _check_deadline(self, extra: Extra) -> None:
         """Fails a new engine that does not start or get weights in time."""
-        limit, missing = self._config.launch.peer_timeout_s, "the trainer gave it no weights"
+        limit, missing = (
+            self._config.launch.advanced.peer_timeout_s,
+            "the trainer gave it no weights",
+        )
         if extra.state == "STARTING":
-            limit = self._config.rollout_pool.start_timeout_s + START_MARGIN_S
+            limit = self._config.rollout_pool.advanced.start_timeout_s + START_MARGIN_S
             missing = "its engine was not healthy"
         if not extra.was_active and time.time() > extra.since + limit:
             self._tell_to_end(extra, "FAILED", f"{missing} within {limit} s")
@@ -427,7 +430,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     config = job_file.read_resolved(paths.config)
     assert isinstance(config, RunConfig)
-    storage.settle(config.launch.peer_timeout_s, reserve=paths.reserve)
+    storage.settle(config.launch.advanced.peer_timeout_s, reserve=paths.reserve)
     attempt = requeue.attempt_of(args.job_id)
     steps = (
         LocalSteps(config, paths, args.controller, attempt)

@@ -405,7 +405,7 @@ class RunViewer:
     @property
     def solved_at(self) -> float:
         """Reward from which on a response is right."""
-        return self._config.reward.solved_at
+        return self._config.reward.advanced.solved_at
 
     def view(self, asked: GroupQuery, tokens: int) -> RunView:
         """Looks once.

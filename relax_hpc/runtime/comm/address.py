@@ -20,7 +20,7 @@ _NODE_ADDRESS = re.compile(r"NodeName=(\S+).*? NodeAddr=(\S+)")
 _SCONTROL_S = 10
 _REACH_S = 20.0
 """Longest time to open a connection to another node; a slower network is the wrong one."""
-_KEY = "launch.network"
+_KEY = "launch.advanced.network"
 _REMEDY = f"set {_KEY} to an interface or a subnet that joins all nodes of the job"
 
 _network: str | None = None

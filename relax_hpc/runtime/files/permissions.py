@@ -1,8 +1,8 @@
 """Sets the permissions of a run's files, whatever the owner's umask, and checks who may replace
 them.
 
-Only the owner may read; with `launch.share = "group"` the group may, too. Every process of a run
-writes files as open as the run directory.
+Only the owner may read; with `launch.advanced.share = "group"` the group may, too. Every process
+of a run writes files as open as the run directory.
 """
 
 import errno
@@ -202,7 +202,7 @@ def _is_own_group(group: int) -> bool:
 
 
 UMASKS = {"none": 0o077, "group": 0o027}
-"""Umasks by `launch.share`."""
+"""Umasks by `launch.advanced.share`."""
 _ACLS = ("system.posix_acl_default", "system.posix_acl_access")
 _OWN_RUN = "submit a run of your own"
 

@@ -39,7 +39,7 @@ PASSING = (
 """Errors that pass once a server is back."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 PATIENCE_S = 1800.0
-"""Time limit until a process knows `launch.peer_timeout_s` of its run."""
+"""Time limit until a process knows `launch.advanced.peer_timeout_s` of its run."""
 RESERVE_BYTES = 1 << 20
 DAMAGE_S = 120.0
 """A file whose reads fail with EIO for this many seconds counts as damaged, where another can

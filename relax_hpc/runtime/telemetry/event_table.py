@@ -139,6 +139,15 @@ EVENTS: dict[str, EventKind] = {
         },
         {"rollout/...": "rollout/..."},
     ),
+    "waits": EventKind(
+        "rollout",
+        "the trainer has finished a step; what this task did meanwhile",
+        {
+            "step": "",
+            "time/...": "seconds: sampling, while any group is under way; else by reason, see "
+            "docs/how-to/what-now.md",
+        },
+    ),
     "unfinished": EventKind(
         "rollout",
         "the job is about to end: responses that are not finished are kept on the bus",
@@ -154,7 +163,7 @@ EVENTS: dict[str, EventKind] = {
         {
             "num_groups": "",
             "num_tokens": "sampled, which need not be sampled again",
-            "num_dropped": "tokens that are, by rollout.max_continuations",
+            "num_dropped": "tokens that are, by rollout.advanced.max_continuations",
             "num_damaged": "tokens, prompts included, in damaged shards of what was kept",
         },
     ),
@@ -272,7 +281,7 @@ EVENTS: dict[str, EventKind] = {
             "distill/...": "to the teachers, nats per token: kl",
             "logprob_gap/...": "this policy and the sampler, before the update: mean, max; nats",
             "engine_gap/...": "likewise, of tokens that this very policy sampled; where "
-            "weights.kv_cache keeps keys and values of the one before, these count in it",
+            "weights.advanced.kv_cache keeps keys and values of the one before, these count in it",
             "moe/...": "experts: max_load and the losses that are on",
             "routing/...": "routing replay: differs, missing, parts of the choices of experts; "
             "mixed, part of the rows; every tenth step gap, gap_without, nats",

@@ -78,18 +78,20 @@ class MegatronScorer:
         self._head = LogprobHead(
             temperature,
             mpu.get_tensor_model_parallel_group(),
-            megatron.float32_logits,
-            megatron.kept_logits_gib,
+            megatron.advanced.float32_logits,
+            megatron.advanced.kept_logits_gib,
         )
         self._device = device
         self._shape = shape
-        attend = attention_kernels.choose(megatron.attention, device, transformer.params_dtype)
+        attend = attention_kernels.choose(
+            megatron.advanced.attention, device, transformer.params_dtype
+        )
         self._chunks = model.build(transformer, shape, device, attend, self._kind)
         self._run_chunks: Sequence[torch.nn.Module] = self._chunks
         """The modules that forward passes go through."""
         self._routed_layers = router.number_layers(self._chunks, shape)
         for chunk in self._chunks:
-            dense.set_recomputed(chunk, megatron.recomputed_passes)
+            dense.set_recomputed(chunk, megatron.advanced.recomputed_passes)
         self._recipe: Recipe | None = None
         self._encoder: Encoder | None = None
         if shape.vision:
@@ -101,8 +103,8 @@ class MegatronScorer:
                 encoders,
                 shape.vision,
                 device,
-                patches_at_once=megatron.tower_patches,
-                features_gib=megatron.features_gib,
+                patches_at_once=megatron.advanced.tower_patches,
+                features_gib=megatron.advanced.features_gib,
             )
         if random_weights:
             return

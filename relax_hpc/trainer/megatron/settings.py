@@ -219,7 +219,7 @@ REASONS = (
         "num_microbatches_with_partial_activation_checkpoints",
     )
     | refusals("the router's logits are float32; remove it", "moe_router_dtype")
-    | refusals("is rollout.routed_experts; use that", "moe_enable_routing_replay")
+    | refusals("is rollout.advanced.routed_experts; use that", "moe_enable_routing_replay")
     | refusals("experts have one kernel here, and it is ours; remove it",
                "moe_use_legacy_grouped_gemm")
     | refusals('use moe_flex_dispatcher_backend = "deepep"', "moe_enable_deepep")
@@ -259,7 +259,7 @@ _BY_KEY = (
     | _set_by("actor.layout.context_parallel", "context_parallel_size")
     | _set_by("actor.layout.expert_parallel", "expert_model_parallel_size")
     | _set_by("actor.layout.expert_tensor_parallel", "expert_tensor_parallel_size")
-    | _set_by("actor.attention", "attention_backend")
+    | _set_by("actor.advanced.attention", "attention_backend")
     | _set_by("model.dtype", "params_dtype", "pipeline_dtype", "bf16", "fp16")
 )
 _NEEDS_RANKS = {
@@ -364,7 +364,7 @@ def _check_modules(made: TransformerConfig, modules: Sequence[str]) -> None:
 
 _MODULES = {
     "core_attn": "attention keeps no scores",
-    "layernorm": "actor.recomputed_passes does that",
+    "layernorm": "actor.advanced.recomputed_passes does that",
     "moe_act": "is always on",
 }
 """Modules of Megatron's that mean something else here."""

@@ -9,9 +9,9 @@ from deadly import Deadly
 from media_files import lines, model_folder, photo, recipe_of, source, tokenizer, write_lines
 from typer.testing import CliRunner
 
-from relax_hpc.cli import lines as cli_lines
 from relax_hpc.cli.main import app
 from relax_hpc.config import job_file
+from relax_hpc.config.prompts import MediaAdvanced
 from relax_hpc.data.media.canonical import measure_medium
 from relax_hpc.data.records import Records
 from relax_hpc.data.rows import TaskShare
@@ -66,7 +66,7 @@ def test_a_photo_that_ends_early_is_named_with_its_line(check, tmp_path):
     said = check()
     assert "1 of 5 media cannot be used\n" in said
     assert f"{tmp_path}/train.jsonl, line 3: image 1 (2.jpg): is JPEG that cannot be deco" in said
-    assert 'set prompts.media.broken = "skip"' in said
+    assert 'set prompts.media.advanced.broken = "skip"' in said
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_photo_that_ends_its_decoder_is_named_with_its_line(check, tmp_path):
 @pytest.mark.usefixtures("deadly")
 @pytest.mark.parametrize("broken", ["error", "skip"])
 def test_a_photo_whose_header_ends_its_process_is_named_by_a_plain_check(config, tmp_path, broken):
-    config = config(**{"prompts.media.broken": broken})
+    config = config(**{"prompts.media.advanced.broken": broken})
     sources = prompt_check.sources_of(config, prompt_check.read(config), tokenizer())
     line = f"{tmp_path}/train.jsonl, line 2: image 1 (1.jpg): ends the process that decodes it"
     if broken == "error":
@@ -108,7 +108,7 @@ def test_a_photo_whose_header_ends_its_process_is_named_by_a_plain_check(config,
 
 
 def test_where_broken_media_are_skipped_it_is_only_told(check):
-    said = check(**{"prompts.media.broken": "skip"})
+    said = check(**{"prompts.media.advanced.broken": "skip"})
     assert "1 of 5 media cannot be used\n" in said and "are left out" in said
 
 
@@ -122,7 +122,9 @@ def skipping(config, tmp_path):
     """The same job, which skips broken media: row 0 names a URL, the header of row 2 is whole."""
     rows = (tmp_path / "train.jsonl").read_text().replace('"0.jpg"', '"https://x.org/0.jpg"')
     (tmp_path / "train.jsonl").write_text(rows)
-    config = config(**{"prompts.media.broken": "skip", "prompts.media.workers": 1})
+    config = config(
+        **{"prompts.media.advanced.broken": "skip", "prompts.media.advanced.workers": 1}
+    )
     return SimpleNamespace(config=config, paths=RunPaths(tmp_path / "run"))
 
 
@@ -236,14 +238,14 @@ def test_submit_decides_before_it_starts_anything(submitted):
 def test_a_dry_run_and_a_job_that_does_not_skip_decode_nothing(submitted, skipping, monkeypatch):
     monkeypatch.setattr(row_gate, "decode", None)
     assert submitted(dry_run=True) == []
-    media = skipping.config.prompts.media.model_copy(update={"broken": "error"})
+    media = skipping.config.prompts.media.model_copy(update={"advanced": MediaAdvanced()})
     prompts = skipping.config.prompts.model_copy(update={"media": media})
     assert submitted(skipping.config.model_copy(update={"prompts": prompts})) == [None]
 
 
 def test_an_evaluation_decides_for_itself_and_once(skipping, tmp_path, monkeypatch):
     (tmp_path / "heldout.jsonl").write_text((tmp_path / "train.jsonl").read_text())
-    settings = [f"run_root={tmp_path / 'runs'}", "prompts.media.broken=skip"]
+    settings = [f"run_root={tmp_path / 'runs'}", "prompts.media.advanced.broken=skip"]
     asked = evaluate.EvaluationRequest(
         skipping.config.model.path,
         sets={"photos": str(tmp_path / "heldout.jsonl")},
@@ -270,12 +272,3 @@ def test_a_model_that_does_not_hear_is_shown_no_sound(check, tmp_path):
     write_lines(tmp_path / "train.jsonl", rows)
     said = check()
     assert "line 4: audio 1 (3.jpg): is audio, which qwen3_vl does not take; it takes im" in said
-
-
-def test_where_no_terminal_is_a_line_a_minute_says_how_far_it_is(monkeypatch, capsys):
-    now = iter([1000.0, 1030.0, 1061.0, 1090.0, 1300.0])
-    monkeypatch.setattr(cli_lines.time, "monotonic", lambda: next(now))
-    with cli_lines.RowsShown() as shown:
-        for done in (0, 250, 500, 750, 1000):
-            shown(done, 1000)
-    assert capsys.readouterr().err == "media of 500 of 1,000 rows are decoded, 1 min to go\n"

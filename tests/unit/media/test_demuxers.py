@@ -36,7 +36,9 @@ PLAYLISTS = {
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    return recipe_of(tmp_path_factory.mktemp("m"), "qwen3_omni_moe", audio_in_video=True)
+    return recipe_of(
+        tmp_path_factory.mktemp("m"), "qwen3_omni_moe", advanced={"audio_in_video": True}
+    )
 
 
 @contextmanager

@@ -23,7 +23,7 @@ def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
         schedule__prompts_per_step=6, schedule__over_age="mask", schedule__max_staleness=3,
         algorithm__groups__name="as_sampled",
         bus__keep_steps=5, reference__placement="own", engines__rollout__count=2,
-        weights__kv_cache="recompute", weights__timeout_s=40,
+        weights__advanced__kv_cache="recompute", weights__advanced__timeout_s=40,
     )  # fmt: skip
     paths, resumed = RunPaths(tmp_path), SimpleNamespace(position="position")
     layout.create(paths.bus, [], {}, sidecar_writers={"reference-0": "reference"})

@@ -7,8 +7,9 @@ import pytest
 import torch
 from role_fakes import Events, config, row
 
-from relax_hpc.roles.critic import build, loop
-from relax_hpc.roles.critic.build import CriticRank0
+from relax_hpc.roles.critic import loop
+from relax_hpc.roles.critic import loop as build
+from relax_hpc.roles.critic.loop import CriticRank0
 from relax_hpc.roles.dealing.micro_batches import OwnRows
 from relax_hpc.roles.scorer.loop import Round
 from relax_hpc.runtime.telemetry.timers import Timers
@@ -35,8 +36,8 @@ def test_the_critics_loss_has_the_gamma_the_lambda_and_the_clip_of_the_job():
     Values that are now 0.54 and 0.2 are held at 0.52 by a clip of 0.02.
     """
     settings = config(
-        **CRITIC, algorithm__advantage__gamma=0.9, critic__returns_lambda=0.5,
-        critic__value_clip=0.02,
+        **CRITIC, algorithm__advantage__gamma=0.9, critic__advanced__returns_lambda=0.5,
+        critic__advanced__value_clip=0.02,
     )  # fmt: skip
     tokens = SimpleNamespace(
         loss_mask=torch.tensor([True, True]),

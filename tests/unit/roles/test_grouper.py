@@ -99,7 +99,7 @@ def test_a_response_without_a_token_is_a_row_of_its_prompt():
 
 def test_routed_experts_are_asked_for_if_the_run_wants_them():
     sampler = Sampler(routed_experts=True)
-    group(sampler, engines__rollout__kind="sglang", rollout__routed_experts=True)
+    group(sampler, engines__rollout__kind="sglang", rollout__advanced__routed_experts=True)
     assert [how.routed_experts for how in sampler.asked] == [True, True]
 
 
@@ -116,7 +116,7 @@ def test_a_row_knows_the_parts_of_its_reward_and_whether_it_failed():
 
 def test_a_group_is_refused_once_too_many_rewards_have_failed():
     """All fail, and 0.4 * 500 are allowed."""
-    settings = config(seed=9, rollout__temperature=0.7, reward__most_errors=0.4)
+    settings = config(seed=9, rollout__temperature=0.7, reward__advanced__most_errors=0.4)
     made = Grouper(settings, Prompts(), episodes(settings, Sampler(), lambda *_: fail("a bug")))
 
     async def run():

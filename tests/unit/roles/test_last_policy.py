@@ -92,7 +92,7 @@ def test_who_scores_nothing_for_long_is_named_and_who_does_is_waited_for(tmp_pat
     slow = {look: lambda: board.keep(due, [ROW]) for look in range(1, 60)}
     engines = Engines(at_look=slow)
     with pytest.raises(PeerTimeoutError, match=r"policy: rollout-1 scored no held-out"):
-        served(paths, engines, launch__peer_timeout_s=20)
+        served(paths, engines, launch__advanced__peer_timeout_s=20)
     assert 59 + 10 <= engines.looks <= 59 + 13  # one every two seconds, and one a turn
 
 
@@ -105,7 +105,7 @@ def test_who_completes_an_evaluation_that_began_before_the_last_step_is_waited_f
     slow = {look: lambda: board.keep(due, [ROW]) for look in range(1, 60)}
     engines = Engines(at_look=slow | {60: lambda: board.add(due, TaskScore.of([ROW]), [ROW])})
     with pytest.raises(PeerTimeoutError, match=r"policy: rollout-1 scored no held-out"):
-        served(paths, engines, launch__peer_timeout_s=20)
+        served(paths, engines, launch__advanced__peer_timeout_s=20)
     assert 60 + 10 <= engines.looks <= 60 + 13
 
 

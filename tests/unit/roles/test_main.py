@@ -18,9 +18,9 @@ from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.role import ModelRank
 from relax_hpc.roles.rollout import build as rollout_task
 from relax_hpc.roles.scorer import build as logprobs_task
-from relax_hpc.roles.sft import build as sft_task
-from relax_hpc.roles.sft.build import DataPosition
+from relax_hpc.roles.sft import loop as sft_task
 from relax_hpc.roles.sft.document_check import DocumentFile
+from relax_hpc.roles.sft.loop import DataPosition
 from relax_hpc.roles.training import build as training
 from relax_hpc.roles.training.duties import Duties
 from relax_hpc.runtime import kernel_cache
@@ -62,7 +62,7 @@ def test_ranks_join_in_a_place_of_their_start_and_outlast_rank_0(
     paths, events, settings = (
         RunPaths(tmp_path),
         Events(),
-        config(launch__peer_timeout_s=77, reference__placement="own"),
+        config(launch__advanced__peer_timeout_s=77, reference__placement="own"),
     )
     declared = table.role_of(settings, role)
     main.start(declared, settings, paths, context(role), "files", events)
@@ -119,7 +119,7 @@ def test_what_a_role_raises_is_noted_and_raised(tmp_path, monkeypatch):
 
 def test_a_role_begins_with_kernels_where_the_job_says(tmp_path, monkeypatch):
     paths, kernels, seen = RunPaths(tmp_path / "run"), tmp_path / "kernels", []
-    settings = config(launch__kernel_cache=str(kernels))
+    settings = config(launch__advanced__kernel_cache=str(kernels))
     monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if "TRITON" not in k})
     monkeypatch.setattr(main, "read_resolved", lambda path: settings)
     monkeypatch.setattr(main.logs, "setup", lambda *_: None)
@@ -176,7 +176,7 @@ def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_writes(
     monkeypatch.setattr(training.torch.distributed, "destroy_process_group", lambda: None)
     settings = config(
         reference__placement="own", reference__path="its model", reference__layout__data_parallel=2,
-        bus__compress=["ragged/token_ids"],
+        bus__advanced__compress=["ragged/token_ids"],
     )  # fmt: skip
     of_rank = ModelRank(settings, paths, World(rank, journal), context("reference", rank), events)
     logprobs_task.main(of_rank, logprobs_task.of_reference(settings))

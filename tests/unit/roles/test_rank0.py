@@ -17,8 +17,8 @@ from relax_hpc.bus.reader import BatchIndex, Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.errors import FencedError
 from relax_hpc.roles.actor import loop
-from relax_hpc.roles.actor.loop import ActorOtherRank
 from relax_hpc.roles.actor.rank0 import ActorRank0
+from relax_hpc.roles.actor.loop import ActorOtherRank
 from relax_hpc.roles.training import duties as turns
 from relax_hpc.runtime.comm.world import SoloWorld, connect
 from relax_hpc.runtime.files.run_secret import RunSecret
@@ -114,7 +114,7 @@ class FakeCheckpoints:
 
 def rank0_of(journal, *, published=DONE, records=(), critic=(), **settings):
     events = Events()
-    settings = {"weights__checksum_every": 3, "schedule__num_steps": 8} | settings
+    settings = {"weights__advanced__checksum_every": 3, "schedule__num_steps": 8} | settings
     publisher = FakePublisher(journal, published)
     sequencer = FakeSequencer(journal, records)
     checkpoints = [FakeCheckpoints(3, 6, 9), *critic]
@@ -156,7 +156,7 @@ def test_weights_are_compared_at_multiples_and_at_the_last_version_and_never_at_
         return [version for _, version, _, check in journal.of("publish") if check]
 
     assert checked() == [3, 6, 8]
-    assert checked(weights__checksum_every=0) == [8]
+    assert checked(weights__advanced__checksum_every=0) == [8]
 
 
 def test_only_after_the_last_version_loads_are_waited_for():
@@ -199,7 +199,7 @@ def test_the_next_portion_is_as_large_and_waited_for_as_long_as_the_settings_say
     journal = Journal()
     rank0, publisher, _ = rank0_of(
         journal, records=[portion(0)], actor__tokens_per_micro_batch=50,
-        actor__portion_micro_batches=3, launch__peer_timeout_s=77,
+        actor__advanced__portion_micro_batches=3, launch__advanced__peer_timeout_s=77,
     )  # fmt: skip
     publisher.newcomers = True
     assert rank0.next_task(3, Timers()) is None  # engines are given weights first
@@ -207,14 +207,6 @@ def test_the_next_portion_is_as_large_and_waited_for_as_long_as_the_settings_say
     assert rank0.next_task(3, Timers()).record == portion(0)
     asked = {"min_tokens": 142.5, "timeout_s": 77, "may_lack_groups": False}
     assert journal == [("next_portion", 3, asked)] * 2
-
-
-def test_rollout_that_is_a_job_of_its_own_may_commit_groups_as_late_as_it_likes():
-    journal = Journal()
-    apart = {"launch__layout": "separate", "weights__transport": "files"}
-    rank0, _, _ = rank0_of(journal, records=[portion(0)], **apart)
-    rank0.next_task(3, Timers())
-    assert journal[0][2]["may_lack_groups"]
 
 
 class Skip:
@@ -272,20 +264,6 @@ def test_the_record_of_a_step_says_what_its_batch_was_like_and_no_other():
     assert (fourth["num_trajectories"], fourth["batch/portions"]) == (2, 1)
     assert (third["staleness/max"], fourth["staleness/max"]) == (1, 2)  # policy 1 sampled some
     assert {"time/wait", "time/read"} <= third.keys()
-
-
-def test_the_end_is_said_to_the_bus_and_noted_with_the_duplicates():
-    journal = Journal()
-    rank0, _, events = rank0_of(journal)
-    rank0.finish()
-    assert journal == [("finish",)] and events.all == [("end", {"duplicates": 6})]
-
-
-def test_what_the_oldest_kept_checkpoint_does_not_need_may_go():
-    journal = Journal()
-    rank0, _, _ = rank0_of(journal)
-    rank0.release()
-    assert journal == [("release", 3)]
 
 
 class Trainer:
@@ -415,24 +393,3 @@ def test_of_what_an_engine_loads_by_itself_the_time_and_the_failure_are_noted():
     assert good["sync/paused"] == 8.5 and math.isclose(good["sync/gb_per_s"], 0.5)
     assert "sync/paused" not in bad
     assert [event["version"] for event in events.of("verify")] == [4]
-
-
-def test_how_far_engines_are_is_noted_and_a_prompt_group_is_found_with_its_engine(tmp_path):
-    settings = config(run_root=str(tmp_path), schedule__prompts_per_step=1)
-    bus, events = BusPaths(settings.run_dir / "bus"), Events()
-    layout.create(bus, ["rollout-0"], {})
-    with Producer(bus, "rollout-0", {"engine": "sglang 1.2"}) as producer:
-        producer.put([PromptGroup(0, [row(0, 0), row(0, 1)])])
-    sequencer = Sequencer(bus, prompts_per_step=1, position=None)
-    rank0 = ActorRank0(settings, sequencer, Reader(bus), FakePublisher(Journal()), [], events)
-    rank0.next_task(1, Timers())
-    assert rank0.place_of(0) == ("bus/p/rollout-0/f1/000000000000.h5", "sglang 1.2")
-    sequencer.close()
-    gap = SimpleNamespace(num_tokens=8, mean=0.25, max=0.5, k3=0.125)
-    rank0.note_gap(4, gap, 0.3)
-    assert events.of("engine_gap") == [
-        {
-            "step": 5, "policy_version": 4, "num_tokens": 8, "mean": 0.25, "max": 0.5, "k3": 0.125,
-            "limit": 0.3,
-        }
-    ]  # fmt: skip

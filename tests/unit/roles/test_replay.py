@@ -2,9 +2,7 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import fake_slurm
 import pytest
@@ -18,10 +16,10 @@ from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.cli.main import app
 from relax_hpc.errors import ConfigError
 from relax_hpc.roles.actor.replay import ReplayRank0
-from relax_hpc.roles.actor.role import Replay
+from relax_hpc.roles.context import Replay
 from relax_hpc.roles.training.duties import Duties
 from relax_hpc.runs import replay
-from relax_hpc.runs.replay import Compared, Number
+from relax_hpc.runs.replay import Compared
 from relax_hpc.runs.resume import resume
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry.events import EventWriter
@@ -171,7 +169,7 @@ def test_only_how_and_where_it_is_computed_may_differ():
 def test_its_one_component_is_the_actors_ranks_whoever_else_is_in_the_job():
     for one_step in (
         {"engines__rollout__placement": "actor", "schedule__max_staleness": 0},
-        {"launch__bootstrap": "mpi_job"},
+        {"launch__advanced__bootstrap": "mpi_job"},
     ):
         job = config(actor__layout__data_parallel=2, resources__mpi="pmix", **one_step)
         found = replay.component_of(job, "slurm")
@@ -203,19 +201,6 @@ def test_bit_by_bit_at_the_same_grid_and_nearly_at_another(
     assert compared(True, **numbers).difference == pytest.approx(difference, rel=1e-3)
     assert compared(True, **numbers).is_equal is same_grid
     assert compared(False, **numbers).is_equal is other_grid
-
-
-def test_what_was_not_finite_both_times_is_the_same():
-    assert Number("loss", None, None).difference == 0
-
-
-def test_the_table_says_what_it_means():
-    lines = replay.text(compared(True)).splitlines()
-    assert lines[1].split() == ["loss", "0.5", "0.5", "0"]
-    assert lines[-1] == "step 3: the same, bit by bit"
-    assert replay.text(compared(True, loss=0.6)).endswith("the step is not what it was")
-    assert replay.text(compared(False, loss=0.5 + 1e-9)).endswith("within 1e-05, at another grid")
-    assert replay.text(compared(False, loss=0.6)).endswith("by more than 1e-05, at another grid")
 
 
 def test_a_step_that_differs_is_exit_code_1(tmp_path, monkeypatch):
@@ -251,26 +236,3 @@ def test_ranks_are_dealt_what_was_planned_in_portions_and_nothing_is_published(r
     assert {each["num_trajectories"] for each in described} == {2 * SIBLINGS}
     assert {each["batch/portions"] for each in described} == {2}
     assert Duties().next_task(3, timers) is None
-
-
-def test_the_directory_of_each_replay_is_a_new_one_and_its_owners(run):
-    run.root.chmod(0o700)
-    asked = replay.plan(run, JOB, 3)
-    first, second = (replay._make(run, JOB, asked) for _ in range(2))
-    assert [each.root.name for each in (first, second)] == ["step_3-1", "step_3-2"]
-    assert Replay.read(second.replayed) == asked
-    assert first.secret.stat().st_mode & 0o777 == 0o600 and first.root.stat().st_mode & 0o77 == 0
-
-
-def test_who_interrupts_it_ends_its_job(run, monkeypatch):
-    ended = []
-
-    def interrupt(_):
-        raise KeyboardInterrupt
-
-    job = SimpleNamespace(job_id="9", cancel=lambda: ended.append("9"))
-    monkeypatch.setattr(replay.status, "job_state", lambda _: "RUNNING")
-    monkeypatch.setattr(time, "sleep", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        replay._wait(SimpleNamespace(job=job, mode="local"), run, lambda _: None)
-    assert ended == ["9"]

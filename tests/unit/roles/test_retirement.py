@@ -33,7 +33,7 @@ def settings(tmp_path, **more):
     return config(
         run_root=str(tmp_path), algorithm__groups__name="refill", prompts__retire_after=2,
         schedule__num_steps=STEPS, schedule__prompts_per_step=P, schedule__max_staleness=LAG,
-        rollout__samples_per_prompt=SIBLINGS, rollout__groups_per_shard=1, **more,
+        rollout__samples_per_prompt=SIBLINGS, rollout__advanced__groups_per_shard=1, **more,
     )  # fmt: skip
 
 

@@ -13,8 +13,8 @@ from relax_hpc.data.conversation import Conversation
 from relax_hpc.data.order import VERSION
 from relax_hpc.data.rows import TaskShare
 from relax_hpc.data.source import Prompt
-from relax_hpc.environments.environment import Outcome
 from relax_hpc.environments.record import Call, EpisodeRecord
+from relax_hpc.environments.session import Outcome
 from relax_hpc.errors import EngineError, RelaxError
 from relax_hpc.inference.generation import Draft
 from relax_hpc.roles.context import TaskContext
@@ -229,7 +229,7 @@ def test_a_task_of_an_engine_over_several_nodes_is_the_producer_of_its_engine(ro
         2, engines__rollout__kind="sglang", engines__rollout__count=2,
         engines__rollout__nodes_per_engine=2,
         engines__rollout__resources__nodes=4, engines__rollout__args={"tp_size": 2},
-        bus__compress=["ragged/token_ids"],
+        bus__advanced__compress=["ragged/token_ids"],
     )  # fmt: skip
     assert (made["task"], made["size"]) == (1, 2)
     assert (made["share"], made["own"]) == ((1, 2), ["rollout-1"])

@@ -103,17 +103,6 @@ def test_after_a_skipped_update_the_next_one_that_is_done_is_saved_once(tmp_path
     assert [step for _, step, _ in journal.of("save")] == [6, 10]  # the run's last step
 
 
-def test_what_is_complete_is_noted_at_the_end_of_the_step_that_sees_it(tmp_path):
-    journal = Journal()
-    steps, events, checkpoints = saver(tmp_path, journal)
-    steps(4)
-    assert not journal.of("release") and not events.all
-    checkpoints.done, checkpoints.pending = checkpoints.wait(), None
-    steps(5)
-    assert journal[-1] == ("release",)
-    assert [event["step"] for event in events.of("checkpoint")] == [4]
-
-
 def test_a_save_that_failed_is_noted_and_lets_nothing_be_deleted(tmp_path):
     journal = Journal()
     steps, events, _ = saver(tmp_path, journal, fails=[4])
@@ -164,14 +153,14 @@ def test_checkpoints_are_kept_and_waited_for_as_the_settings_say(tmp_path, monke
     monkeypatch.setattr(saving, "Checkpoints", lambda *args, **kwargs: given.append((args, kwargs)))
     settings = config(
         actor__keep_checkpoints=3, actor__keep_every=40,
-        actor__save_every=10, launch__peer_timeout_s=77,
+        actor__save_every=10, launch__advanced__peer_timeout_s=77,
     )  # fmt: skip
     paths = RunPaths(tmp_path)
 
     def is_valid(position):
         return True
 
-    timeout_s = settings.launch.peer_timeout_s
+    timeout_s = settings.launch.advanced.peer_timeout_s
     saving.checkpoints_of(
         settings.actor, paths, "world", tuple, timeout_s=timeout_s, is_valid=is_valid, lacks=str
     )
@@ -218,13 +207,6 @@ def test_a_save_at_the_end_of_a_job_is_of_the_step_and_made_once(tmp_path):
     assert save.now() is True and [entry[1] for entry in journal.of("save")] == [2, 4]
     steps(5, skip="not finite")
     assert save.now() is False and len(journal.of("save")) == 2
-
-
-def test_a_save_at_the_end_of_a_job_that_fails_says_so(tmp_path):
-    steps, events, _ = saver(tmp_path, Journal(), fails=[3])
-    steps(3)
-    assert steps.save.now() is False
-    assert events.of("checkpoint_failed")[-1]["step"] == 3
 
 
 def test_a_save_that_failed_is_made_again_at_the_end_of_a_job(tmp_path):

@@ -5,7 +5,6 @@ import json
 import shutil
 
 import episode_fakes
-import numpy as np
 import pytest
 from role_fakes import Events, config
 
@@ -16,8 +15,7 @@ from relax_hpc.bus.log import RecordKind, read_log
 from relax_hpc.bus.shards.encode import from_columns
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.data.source import Prompt
-from relax_hpc.environments.environment import Outcome
-from relax_hpc.environments.record import record_of, sequences
+from relax_hpc.environments.session import Outcome
 from relax_hpc.errors import ConfigError
 from relax_hpc.roles.ending import Ending
 from relax_hpc.roles.rollout import loop
@@ -97,7 +95,7 @@ def made_run(tmp_path):
 def settings(run, **further):
     return config(
         model__path=str(run.root.parent / "model"), schedule__num_steps=1,
-        schedule__prompts_per_step=2, rollout__groups_per_shard=1, **further,
+        schedule__prompts_per_step=2, rollout__advanced__groups_per_shard=1, **further,
     )  # fmt: skip
 
 
@@ -219,7 +217,7 @@ def test_what_was_gone_on_with_too_often_is_sampled_from_its_beginning(run, most
     num_tokens = events.of("unfinished")[0]["num_tokens"]
     forget(run)
     engine = Engine()
-    events, _, _ = task(run, engine, rollout__max_continuations=most)
+    events, _, _ = task(run, engine, rollout__advanced__max_continuations=most)
     [said] = events.of("continued")
     assert said["num_dropped"] == num_tokens * again
     assert said["num_tokens"] == num_tokens * (1 - again)
@@ -324,18 +322,3 @@ def test_a_partial_goes_on_beside_files_that_say_nothing_of_tokens(broken_off, t
     (run.root.parent / "model" / "README.md").write_text("another one")
     events, _, _ = task(run, Engine())
     assert events.of("continued")[0]["num_groups"] == 2
-
-
-def test_a_record_is_read_back_from_its_rows(run):
-    _, kept, group = task(run, Engine(stops_at=4), environment=Turns(), ends=announce(run))
-    for guid, rows in kept.items():
-        for row in rows:
-            again = record_of([replace_turns(row)])
-            [made], [before] = sequences(again), sequences(group.running[guid][row.sibling])
-            assert made.token_ids.tolist() == before.token_ids.tolist()
-            assert made.version_runs.tolist() == before.version_runs.tolist()
-            assert np.array_equal(made.logprobs, before.logprobs)
-
-
-def replace_turns(row):
-    return row._replace(turns=np.array([[0, 0], [row.prompt_len, 1]], np.int32))

@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> AttentionKernel:
-    """Returns the kernel called `actor.attention`, or the fastest that works here; logs which.
+    """Returns the kernel called `actor.advanced.attention`, or the fastest that works here; logs
+    which.
 
     Raises:
         ConfigError: the requested one does not work here.
@@ -45,8 +46,8 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> AttentionKern
     if name != "auto":
         if not works[name]:
             raise ConfigError(
-                f'actor.attention = "{name}": does not work with {dtype} on {device.type} here '
-                f'(it needs {_NEEDS[name]}); use "auto", which is "{chosen}"'
+                f'actor.advanced.attention = "{name}": does not work with {dtype} on {device.type} '
+                f'here (it needs {_NEEDS[name]}); use "auto", which is "{chosen}"'
             )
         chosen = name
     log.info("attention: %s", chosen)

@@ -67,7 +67,7 @@ def _cut(row: Row, layers: Layers) -> npt.NDArray[np.int16]:
         raise TrainingError(
             f"routed experts of trajectory {row.guid}/{row.sibling}: {experts.shape} for {size} "
             f"tokens in {layers.total} layers with {layers.per_token} experts per token; "
-            "engines computed another model, or set rollout.routed_experts = false"
+            "engines computed another model, or set rollout.advanced.routed_experts = false"
         )
     else:
         found = experts.reshape(size, layers.total, layers.per_token)[:, list(layers.own)]
