@@ -8,7 +8,7 @@ from relax_hpc.data.media.expand import MediaSpan
 from relax_hpc.data.media.extent import Extent
 from relax_hpc.data.media.spool import MediaView, Spooled
 from relax_hpc.errors import EngineError, EngineLostError
-from relax_hpc.inference.generation import Counts, Draft, GenerationClient, ReplyAssembler, Sampling
+from relax_hpc.inference.generation import Counts, Draft, ReplyAssembler, Sampling
 from relax_hpc.inference.pool import Endpoint, Leads, Pool
 from relax_hpc.schema import FinishReason
 
@@ -76,10 +76,6 @@ async def test_media_are_worth_waiting_for_however_few_tokens_they_have():
     assert (await run([1, 2], view=MediaView((), ())))[0] == [0]
 
 
-async def test_who_shares_an_episode_waits_for_those_that_share_its_prompt():
-    assert (await run(LONG, homes=("episode", "group")))[0] == [0]
-
-
 async def test_one_that_is_refused_lets_the_next_go_first():
     before, begun, found = await run(LONG, refuse=[EngineError("no")])
     assert before == [0, 1, 2], "the engine is known by then, and nothing is waited for"
@@ -131,9 +127,3 @@ def test_a_medium_counts_as_cached_if_no_token_of_it_was_computed(tmp_path):
     assert reply(69, view) == Counts(0, 100, 69, 2, 1)
     assert reply(70, view) == Counts(0, 100, 70, 2, 2)
     assert reply(99) == Counts(0, 100, 99, 0, 0)
-
-
-def test_counts_add_up_and_are_of_an_engine_that_has_a_client():
-    assert Counts(1, 2, 3, 4, 5).plus(Counts(1, 1, 1, 1, 1)) == Counts(2, 3, 4, 5, 6)
-    assert Counts(1, 2, 3, 4, 5).minus(Counts(1, 1, 1, 1, 1)) == Counts(0, 1, 2, 3, 4)
-    assert GenerationClient("http://127.0.0.1:1", "").counts == Counts()

@@ -69,11 +69,6 @@ def test_a_folder_whose_name_is_no_text_is_refused_in_a_line(refused, job, tmp_p
         load(Path("job.toml"), [f"run_root={odd}"])
 
 
-def test_a_bare_word_is_taken_as_it_was_typed(job):
-    words = f"a\\b'c {CHINESE}\u3000{EMOJI}"
-    assert load(Path("job.toml"), [f"resources.comment={words}"]).resources.comment == words
-
-
 def test_an_interpreter_may_greet_before_it_answers(tmp_path):  # O1
     greeting = r"printf 'Bienvenue sur le r\351seau\n{\"a\": 1}\n'; printf '\351' >&2"
     python = tmp_path / "python"

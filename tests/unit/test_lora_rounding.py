@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from relax_hpc.config import job_file
-from relax_hpc.config.model import LoraConfig
 from relax_hpc.roles.training.check import check_rate
 
 DOCS = Path(__file__).parents[2] / "docs" / "explanation" / "trainer.md"
@@ -59,16 +58,3 @@ def test_a_rate_at_which_a_model_hardly_follows_its_adapters_is_said(actor, is_s
     assert [line.partition(":")[0] for line in said] == [
         f"actor.optimizer.lr = {actor['optimizer']['lr']:g}"
     ] * is_said
-
-
-def test_what_is_said_to_use_instead_is_not_remarked_on_again():
-    for rank, alpha in ((8, 32), (32, 32), (64, 16)):
-        scale = LoraConfig(rank=rank, alpha=alpha).scale
-        said = []
-        adapters = {"rank": rank, "alpha": alpha}
-        check_rate(job(lora=adapters, optimizer={"lr": 1e-6}), said.append)
-        [line] = said
-        better = float(re.search(r"grown; ([^ ]*) loses", line)[1])
-        assert better == pytest.approx(1e-4 / scale)
-        check_rate(job(lora=adapters, optimizer={"lr": better}), said.append)
-        assert said == [line]

@@ -44,8 +44,3 @@ def test_a_policy_that_samples_again_after_a_restart_is_judged_by_its_run():
     """An engine that was given older weights: the last run is older than the one before."""
     masked = mask_over_age(row([(2, 7), (5, 4)], MASK), step=8, max_staleness=1)
     assert masked.loss_mask.tolist() == [0, 0, 1, 0, 1, 0, 0, 0]
-
-
-def test_a_row_without_a_sampled_token_stays_as_it_is():
-    empty = row([], [0, 0])
-    assert mask_over_age(empty, step=8, max_staleness=0) is empty

@@ -90,16 +90,6 @@ def test_every_test_that_is_to_notice_a_mistake_exists():
         assert found or not name, test
 
 
-def test_the_lists_are_long_and_a_third_of_them_is_about_the_roles():
-    roles = sum(mutant.where.startswith("roles") for mutant in MUTANTS)
-    assert len(MUTANTS) >= 300 and roles >= 100
-
-
-def test_no_line_of_a_list_is_long():
-    lines = [line for path in FOLDER.glob("*.toml") for line in path.read_text().splitlines()]
-    assert [line for line in lines if len(line) > 160] == []
-
-
 def test_every_mistake_has_a_name_of_its_own_and_a_test():
     names = [mutant.name for mutant in MUTANTS]
     assert len(set(names)) == len(names)

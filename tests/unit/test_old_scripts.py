@@ -17,9 +17,3 @@ def test_a_script_of_before_the_modules_moved_is_refused_by_one_line(tmp_path):
     said = str(error.value)
     assert "\n" not in said and "starts relax_hpc.scale.scaler_main," in said
     assert said.endswith(f"relax-hpc resume {tmp_path}") and error.value.is_final
-
-
-@pytest.mark.parametrize("golden", ["local.sh", "slurm.sh"])
-def test_a_script_of_today_is_accepted(golden, tmp_path, request):
-    entry.check_script(request.path.parent / "golden" / golden, tmp_path)
-    entry.check_script(tmp_path / "none.sh", tmp_path)

@@ -1,30 +1,22 @@
 """What a rollout task makes of its own groups that teach nothing, before the trainer sees them."""
 
-import asyncio
 import random
 from contextlib import ExitStack
 
-import episode_fakes
-import numpy as np
 from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus
 from roles import role_fakes
-from roles.role_fakes import Events
 
 from relax_hpc.bus.credits import Credit, CreditTail
 from relax_hpc.bus.plan import read_chain
-from relax_hpc.bus.reader import BatchIndex
 from relax_hpc.bus.sequencer import Sequencer
-from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.bus.skips import SkippedGuids
-from relax_hpc.data.source import Prompt
 from relax_hpc.errors import PeerTimeoutError
 from relax_hpc.roles.dealing.portions import judge_of, most_skipped
 from relax_hpc.roles.rollout import skips as skips_module
-from relax_hpc.roles.rollout.episodes import seed_of
 from relax_hpc.roles.rollout.folders import Folders
 from relax_hpc.roles.rollout.loop import Pace
-from relax_hpc.roles.rollout.skips import GroupSkip, SkipBoard, TaskSkips, exchange_of
-from relax_hpc.runtime.files.records import read_json, write_json
+from relax_hpc.roles.rollout.skips import TaskSkips, exchange_of
+from relax_hpc.runtime.files.records import read_json
 from relax_hpc.runtime.paths import RunPaths
 
 P = 4
@@ -81,19 +73,6 @@ def test_an_end_is_never_further_away_than_by_all_skips_and_as_far_if_all_are_ow
 # which groups they are
 
 
-def test_a_group_is_judged_by_the_columns_that_its_shard_will_have(tmp_path):
-    paths = make_bus(tmp_path)
-    groups = [sampled(0, flat=True), sampled(2, flat=False, version=3)]
-    with Folders.open(paths, 0, len(PRODUCERS), {}) as folders:
-        seq = folders.put(groups)
-        with Shard(paths.shard("rollout-0", 1, seq)) as shard:
-            read = {name: shard.read(f"row/{name}") for name in BatchIndex._fields}
-    made = BatchIndex.of([row for each in groups for row in each.trajectories])._asdict()
-    for name, values in read.items():
-        assert values.dtype == made[name].dtype
-        assert np.array_equal(values, made[name]), name
-
-
 def test_they_are_own_from_the_moment_they_are_finished_until_the_trainer_has_seen_them(tmp_path):
     paths, made = make_bus(tmp_path), config()
     credits = CreditTail(paths)
@@ -127,19 +106,12 @@ def test_they_are_own_from_the_moment_they_are_finished_until_the_trainer_has_se
         assert skips.unknown_to(credits.latest()._replace(retired_guid_below=9)) == []
 
 
-def test_where_every_group_is_trained_on_none_is_skipped():
-    made = role_fakes.config(algorithm__groups__name="as_sampled")
-    skips = TaskSkips(made, None)
-    skips.judge([sampled(0, flat=True)])
-    assert skips.unknown_to(None) == []
-
-
 def test_without_a_trainer_no_more_are_replaced_than_it_would_let_pass():
     made = config(lag=0)
     skips, pace = TaskSkips(made, None), Pace(made)
     for guid in range(999):
         pace.follow(Credit(), skips.unknown_to(None))
-        if not pace.may_start(guid, 0):
+        if pace.wait_reason(guid, 0):
             break
         skips.judge([sampled(guid, flat=True)])
     assert guid == most_skipped(made) + P == 44
@@ -171,7 +143,7 @@ class Run:
         credit, task = self.credit or Credit(), self.dice.randrange(2)
         (skips, pace), guid = self.tasks[task], self.next_guids[task]
         pace.follow(credit, skips.unknown_to(self.credit))
-        if pace.may_start(guid, credit.policy_version):
+        if pace.wait_reason(guid, credit.policy_version) is None:
             self.num_ahead += bool(credit.batch_ends) and guid >= credit.batch_ends[LAG]
             self.running[guid] = credit.policy_version
             self.next_guids[task] += 2
@@ -223,53 +195,6 @@ def test_no_token_is_staler_than_the_bound_and_batches_are_exact_whoever_knows_w
     assert num_ahead > 10
 
 
-def test_a_task_without_a_trainer_samples_what_takes_the_place_of_groups_without_spread():
-    flat, asked = {1, 4}, []
-    made = role_fakes.config(
-        schedule__num_steps=6, schedule__prompts_per_step=2, schedule__max_staleness=1,
-        rollout__groups_per_shard=1, algorithm__groups__name="refill",
-    )  # fmt: skip
-
-    class Sampler:
-        now = 0
-
-        async def version(self):
-            return self.now
-
-        async def sample(self, given, draft, how, *, seed, homes):
-            guid = given[1] - 100
-            if given != [9]:
-                asked.append(guid)
-            is_first = guid in flat or seed == seed_of(0, guid, 0)
-            return episode_fakes.answer(draft, [int(is_first)], [-0.5], [(0, self.now)])
-
-    class Folder(episode_fakes.Folder):
-        def put(self, groups): ...
-
-    class NoTrainer:
-        credit = None
-
-        def latest(self):
-            return self.credit
-
-    prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer="") for i in range(40)]
-    sampler, credits = Sampler(), NoTrainer()
-    loop = episode_fakes.run(
-        made, prompts, [Prompt(0, [9, 0], "h")], sampler, lambda tokens, _: float(tokens[0]),
-        Folder(), credits, Events(),
-    )  # fmt: skip
-
-    async def story():
-        running = asyncio.create_task(loop)
-        await asyncio.sleep(1.0)
-        # of batches 1 and 2: 0 . | 2 3 . 5 |
-        assert sorted({guid for guid in asked if guid >= 0}) == [0, 1, 2, 3, 4, 5]
-        credits.credit, sampler.now = Credit(step=6, policy_version=6, finished=True), 6
-        await asyncio.wait_for(running, 20)
-
-    asyncio.run(story())
-
-
 # other tasks
 
 
@@ -307,25 +232,3 @@ def test_tasks_that_have_nothing_to_do_tell_each_other_what_is_skipped(tmp_path,
         assert [task.unknown_to(half) for task in tasks] == [[1], [1]]
         assert [task.unknown_to(Credit(seen=(1, 1))) for task in tasks] == [[], []]
         assert [task.unknown_to(Credit()) for task in tasks] == [[], []]
-
-
-def test_records_are_written_when_they_change_and_looked_at_once_a_second(tmp_path, monkeypatch):
-    written = []
-    monkeypatch.setattr(skips_module, "write_json", lambda path, record: written.append(record))
-    board = SkipBoard(RunPaths(tmp_path), 0, 2)
-    (tmp_path / "control").mkdir()
-    write_json(RunPaths(tmp_path).skips(1), {"skips": [[3, 1, 0]]})
-    assert board([]) == board([GroupSkip(2, 0, 0)]) == [(3, 1, 0)]
-    assert written == [], "there was nothing to tell, and then it was not time to"
-    board._next_look = 0.0
-    for _ in range(3):
-        board([GroupSkip(2, 0, 0)])
-        board._next_look = 0.0
-    assert written == [{"skips": [(2, 0, 0)]}]
-
-
-def test_where_the_trainer_is_there_or_no_other_task_nothing_is_exchanged(tmp_path):
-    run = RunPaths(tmp_path)
-    apart = config(launch__layout="separate", **APART)
-    assert exchange_of(apart, run, 0, 1) is None and exchange_of(config(), run, 0, 2) is None
-    assert exchange_of(apart, run, 0, 2) is not None

@@ -20,12 +20,11 @@ from job_trees import job_of
 from relax_hpc.config.rollout import ProgramConfig, RolloutConfig
 from relax_hpc.environments import program as program_process
 from relax_hpc.environments import registry
-from relax_hpc.environments.environment import Outcome
 from relax_hpc.environments.program import ProgramEnvironment, ProgramError
 from relax_hpc.environments.record import EpisodeRecord, sequences
 from relax_hpc.environments.rewards.contract import fail
+from relax_hpc.environments.session import Outcome
 from relax_hpc.errors import ConfigError, EngineLostError
-from relax_hpc.launch import submit
 from relax_hpc.runtime.files.user_programs import describe_call_error
 
 ASKING = """
@@ -78,9 +77,7 @@ def play(environment, engine, record=None):
 def test_a_program_of_two_turns_is_one_sequence_and_the_jobs_reward_decides(
     agent, tokens, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv(
-        "http_proxy", "http://127.0.0.1:9"
-    )  # of a site; it does not know the address
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # of a site
     record, engine = EpisodeRecord(), Engine(tokens, "3", "yes")
     (tmp_path / "seen").unlink(missing_ok=True)
     made = play(agent(TWICE + "json.dump(task, open('seen', 'w'))"), engine, record)
@@ -107,7 +104,6 @@ def test_what_a_program_writes_is_the_outcome_however_it_ends(agent, tokens):
         ("chat(task['messages']); sys.exit('no such world')",
          "^ended with 1; it said: no such world$"),
         ("chat(task['messages']); os.kill(os.getpid(), 9)", "^was killed by SIGKILL$"),
-        ("", "^ended and has had no reply of the policy$"),
         ("open(sys.argv[2], 'w').write('{}')", "^ended and has had no reply of the policy$"),
         ("1 / 0", "^ended with 1 and has had no reply .*ZeroDivisionError: division by zero$"),
         ("chat(task['messages']); open(sys.argv[2], 'w').write('right')",
@@ -331,54 +327,31 @@ def test_a_program_and_its_children_die_with_the_task_however_that_dies(agent, t
 @pytest.mark.parametrize(
     ("rollout", "said"),
     [
-        ({"environment": "program"},
-         "job: rollout.program.command: is required with rollout.environment = 'program'; add it"),
-        ({"program": {"command": ["a", "{task}"]}},
-         "job: rollout.environment = 'single_turn': starts no program, and there is a table"),
-        ({"environment": "program", "program": {"command": ["a", "{tsk}"]}},
-         "rollout.program.command = ['a', '{tsk}']: {tsk} stands for nothing; there are {task}"),
-        ({"environment": "program", "program": {"command": ["a", "--out={outcome}"]}},
-         "nobody tells the program its prompt; add a word {task}"),
-        ({"environment": "program", "program": {"command": []}}, "rollout.program.command = []"),
+        ({"environment": "program"}, "rollout.program.command: is required with"),
+        ({"program": {"command": ["a", "{task}"]}}, "starts no program, and there is a table"),
+        ({"environment": "program", "program": {"command": ["a", "{tsk}"]}}, "stands for nothing"),
+        ({"environment": "program", "program": {"command": ["a"]}}, "add a word {task}"),
     ],
-)  # fmt: skip
+)
 def test_a_table_that_fits_no_program_is_refused(rollout, said):
     with pytest.raises(ConfigError) as refused:
         job_of(rollout=rollout)
     assert said in str(refused.value)
 
 
-def test_a_program_is_found_from_wherever_a_task_is_started(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    command = ["./agent", "{task}"]
-    job = job_of(rollout__environment="program", rollout__program__command=command)
-    config, _ = submit.resolve(job)
-    assert config.rollout.program.folder == tmp_path
-
-
-def test_braces_that_are_no_places_are_the_programs_own():
-    command = ["sh", "-c", 'f() { echo "${task}" \'{"a": 1}\' ${HOME}; }; f', "{task}"]
-    assert ProgramConfig(command=command).command == command
-
-
 @pytest.mark.parametrize(
-    ("command", "folder", "said"),
+    ("command", "said"),
     [
-        (
-            ["no-such-agent", "{task}"],
-            ".",
-            "no program no-such-agent is on the PATH; name",
-        ),
-        (["./agent", "{task}"], ".", "agent: no such file; correct it"),
-        (["./agent.py", "{task}"], ".", "agent.py: may not be executed; chmod +x it"),
-        (["sh", "{task}"], "nowhere", "nowhere': no such folder; name one"),
+        (["no-such-agent", "{task}"], "no program no-such-agent is on the PATH; name"),
+        (["./agent", "{task}"], "agent: no such file; correct it"),
+        (["./agent.py", "{task}"], "agent.py: may not be executed; chmod +x it"),
     ],
 )
 def test_a_program_that_cannot_be_started_is_refused_before_anything_is_queued(
-    tmp_path, command, folder, said
+    tmp_path, command, said
 ):
     (tmp_path / "agent.py").write_text("")
-    program = ProgramConfig(command=command, folder=tmp_path / folder)
+    program = ProgramConfig(command=command, folder=tmp_path)
     with pytest.raises(ConfigError) as refused:
         registry.make(RolloutConfig(environment="program", program=program))
     assert str(refused.value).startswith("rollout.program.") and said in str(refused.value)

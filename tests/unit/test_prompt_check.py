@@ -13,8 +13,8 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.roles.role import ModelRank
 from relax_hpc.roles.rollout import check, prompt_check
 from relax_hpc.roles.rollout.row_gate import RowGate
-from relax_hpc.roles.sft import build as sft_task
 from relax_hpc.roles.sft import document_check
+from relax_hpc.roles.sft import loop as sft_task
 from relax_hpc.roles.training import build as training
 from relax_hpc.runtime.paths import RunPaths
 
@@ -86,16 +86,6 @@ def test_check_says_where_there_are_fewer_rows_than_are_asked_for_at_once(job):
         "than once",
         "eval.heldout.num_prompts = 4: rows in eval.heldout.path: 3, and all of them are used",
     ]
-
-
-def test_a_share_is_measured_against_the_trainer_and_the_model(many):
-    write("train.jsonl", [GOOD])
-    sources = sources_of(many)
-    paths, alone = RunPaths(Path("run")), TaskShare(0, 1)
-    RowGate(many, paths, sources, alone).settle()
-    short = load(Path("job.toml"), ["actor.tokens_per_micro_batch=100"])
-    with pytest.raises(ConfigError, match=r"actor.tokens_per_micro_batch = 100: the longest prom"):
-        RowGate(short, paths, sources, alone).settle()
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ from job_trees import job_of
 from test_first_hour import write_steps
 
 from relax_hpc.bus import layout
-from relax_hpc.errors import BusError
 from relax_hpc.inference import members
-from relax_hpc.inference.members import Member
+from relax_hpc.inference.members import Member, Roster, RosterEntry
 from relax_hpc.launch import states
 from relax_hpc.runs import report, status
 from relax_hpc.runs.status import Watch
@@ -69,6 +68,22 @@ def test_engines_that_are_not_there_yet_are_named_or_counted(run):
     assert "importing" not in report.text(status.collect(paths.root)), "of an earlier attempt"
 
 
+def test_status_says_why_an_engine_is_fenced_or_has_failed(run):
+    paths = job(run, count=3)
+    announce(paths, "rollout-0", "HEALTHY")
+    announce(paths, "rollout-1", "FAILED", "it ended 3 times")
+    announce(paths, "rollout-2", "HEALTHY")  # started again since
+    why = "no answer to an update for 120 s"
+    entries = {f"rollout-{n}": RosterEntry(f"7.0-1-{start}", None, "FENCED", why)
+               for n, start in ((0, 1), (2, 0))}  # fmt: skip
+    Roster(3, entries).write(paths)
+    text = report.text(status.collect(paths.root))
+    assert f"rollout-0 engine of rollout, fenced: {why}\n" in text
+    assert "rollout-1 engine of rollout, failed: it ended 3 times\n" in text
+    assert "rollout-2 engine of rollout, healthy\n" in text
+    assert said(paths).startswith(f"engine rollout-0 fenced ({why});")
+
+
 def test_prompts_of_an_evaluation_that_nobody_beside_trains_are_counted_over_tasks(run):
     held = {"path": "h", "num_prompts": 10, "samples_per_prompt": 2}
     paths = job(run, count=2, eval={"hard": held, "easy": held})
@@ -109,42 +124,6 @@ def test_the_next_batch_is_what_is_committed_and_not_trained_on(run):
     assert said(paths) == "batch 2: 4 of 8 responses"
 
 
-def test_a_run_that_tells_nothing_says_every_25_s_what_it_is_at_and_no_more(run, monkeypatch):
-    paths = job(run)
-    now, looks = [0.0], []
-
-    def sleep(seconds):
-        now[0] += seconds
-        if now[0] == 40:
-            (paths.submission / "7_batch.log").write_text("rollout: start 1 ended\n")
-        if now[0] == 70:  # from 65 s on it takes 3 s to look
-            announce(paths, "rollout-0", "HEALTHY")
-        if now[0] == 120:
-            run.says("7+0|PENDING", "7+1|PENDING")
-        if now[0] == 200:
-            run.leaves(0)
-            run.says("7+0|COMPLETED", "7+1|COMPLETED")
-
-    def judge(*given):
-        looks.append(now[0])
-        now[0] += 3.0 if len(looks) == 2 else 0.0
-        return whole(*given)
-
-    whole = status.judge
-    monkeypatch.setattr(status, "judge", judge)
-    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: now[0])
-    for module in (report, status):
-        monkeypatch.setattr(module, "time", clock)
-    assert list(report.progress(paths.root)) == [
-        "engine rollout-0 starting; batch 1: 0 of 8 responses",
-        "rollout: start 1 ended",
-        "engine rollout-0 starting; batch 1: 0 of 8 responses",
-        "batch 1: 0 of 8 responses",
-        "PENDING",
-    ]
-    assert looks == [25.0, 65.0, 98.0]
-
-
 def test_what_is_said_again_and_again_comes_after_pauses_that_double(run, monkeypatch):  # U13
     paths, now = job(run), [0.0]
     monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -155,24 +134,3 @@ def test_what_is_said_again_and_again_comes_after_pauses_that_double(run, monkey
         if now[0] == 300:
             following.end()  # there was news
     assert said == [25, 50, 100, 200, 325, 350]
-
-
-def test_what_cannot_be_looked_at_is_no_end_of_following(run, monkeypatch):
-    paths = job(run)
-
-    def refuse(*_, **__):
-        raise BusError("torn")
-
-    monkeypatch.setattr(status, "judge", refuse)
-    monkeypatch.setattr(report, "EVERY_S", 0.0)
-    assert report.Quiet(paths.root, Watch(paths.root)).line() == ""
-
-
-def test_a_supervised_run_says_its_steps(run):
-    sft = {"train": "t", "num_steps": 7, "batch_size": 1}
-    made = job_of(run_root=str(run.run_dir.parent), prompts=None, schedule=None, sft=sft)
-    paths = RunPaths(run.run_dir)
-    paths.config.write_text(made.model_dump_json())
-    run.says("7+0|RUNNING", "7+1|RUNNING")
-    write_steps(paths.root, {"step": 3})
-    assert said(paths) == "3 of 7 steps"

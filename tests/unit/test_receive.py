@@ -117,7 +117,6 @@ def test_a_task_that_it_does_not_know_is_an_error_and_not_done():
 
 
 def test_a_rank_that_fails_ends_the_order_for_all_before_it_leaves_the_group():
-    """The other ranks of its engine wait for it, and the engine answers when all have ended."""
     model, trainer = Model(), Trainer(BucketPlan.of(SPECS, 24))
     assert trainer.give(model, "learn") == "" and not trainer.has_ended()
     left = []
@@ -144,7 +143,6 @@ def test_a_wire_that_breaks_when_others_ended_the_order_is_not_the_fault_of_this
 
 
 def test_nothing_is_read_back_from_a_gpu_that_waits_for_a_peer(monkeypatch):
-    """Who reads waits for the GPU, and looks at no limit meanwhile."""
 
     class Never:
         def query(self):
@@ -161,7 +159,6 @@ def test_nothing_is_read_back_from_a_gpu_that_waits_for_a_peer(monkeypatch):
 
 
 def test_features_of_media_are_forgotten_with_the_weights_that_made_them(monkeypatch):
-    """After the weights are in place, and before the trainer hears of it and requests go on."""
     model, trainer, journal = Model(), Trainer(BucketPlan.of(SPECS, 24)), []
     monkeypatch.setattr(receive, "num_sampled", dict)
     monkeypatch.setattr(receive, "forget", lambda: journal.append(("forgotten", model.b[0].item())))

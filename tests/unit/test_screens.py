@@ -25,6 +25,7 @@ from relax_hpc.inference import members
 from relax_hpc.inference.members import Member, Roster, RosterEntry
 from relax_hpc.launch import states
 from relax_hpc.runtime.files.records import write_json
+from relax_hpc.runtime.heartbeat import Doing, DoingFile
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry.progress import step_line
 
@@ -193,16 +194,6 @@ def test_watching_shows_a_screen_until_ctrl_c_and_leaves_the_last_one(run):
     assert "\x1b[1;32mRUNNING" in shown
 
 
-def test_watching_ends_with_the_run_and_is_one_screen_where_there_is_no_terminal(run):
-    run.says("7+0|PENDING||7|Resources|N/A|", "7+1|PENDING||8|Resources|N/A|")
-    answer = CliRunner().invoke(cli.app, ["watch", "run"])
-    assert "job 7 · (Resources) · waits for nodes to be free" in answer.stdout
-    run.says("7+0|COMPLETED", "7+1|COMPLETED")
-    run.leaves(0)
-    shown, code = on_terminal("watch", "run")
-    assert code == 0 and "COMPLETED" in plain(shown) and "goes on" not in plain(shown)
-
-
 @pytest.mark.parametrize("command", ["status nope", "lgs", "status --help", "watch run"])
 def test_without_colour_no_terminal_is_told_to_colour_anything(run, command):
     run.says("7+0|COMPLETED", "7+1|COMPLETED")
@@ -213,6 +204,17 @@ def test_without_colour_no_terminal_is_told_to_colour_anything(run, command):
         assert "\x1b" not in shown
     shown, _ = on_terminal(*command.split())
     assert "\x1b" in shown, "it would be noticed"
+
+
+def test_status_and_watch_say_why_rollout_waits(run):
+    paths = RunPaths(run.run_dir)
+    for rank, phase in enumerate(("waits (max_staleness)", "waits (max_staleness)", "loop")):
+        told = Doing("rollout", rank, "node7", phase, 0, 340.2, NOW)
+        DoingFile(paths.doing / f"rollout-{rank}.json").write(told)
+    for command in ("status", "watch"):
+        output = CliRunner().invoke(cli.app, [command, "run"]).output
+        said = "rollout: waits (max_staleness), for 340 s (2 of 3 tasks); loop, for 340 s"
+        assert said in " ".join(output.split())
 
 
 def test_tokens_that_are_trained_and_tokens_that_are_sampled_are_told_apart(run):  # U11

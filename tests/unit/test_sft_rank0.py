@@ -9,7 +9,7 @@ from relax_hpc.config.run import SftRunConfig
 from relax_hpc.data.documents import Documents
 from relax_hpc.data.order import VERSION
 from relax_hpc.errors import ConfigError
-from relax_hpc.roles.sft.build import DataPosition, SftRank0
+from relax_hpc.roles.sft.loop import DataPosition, SftRank0
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry.events import EventWriter, read_events
 from relax_hpc.runtime.telemetry.timers import Timers
@@ -93,14 +93,3 @@ def test_what_was_cut_and_what_was_left_out_is_counted(make, tmp_path):
     assert step["num_trained_tokens"] == 8 * 2 + 1
     assert step["data/epoch"] == 1.0
     assert not shares[0].rows[0].columns  # nobody sampled it
-
-
-def test_a_step_without_a_token_to_train_on_has_no_loss_and_is_named(make, tmp_path, caplog):
-    rank0 = make(max_tokens=16, too_long="truncate", batch_size=1, shuffle_seed=None)
-    for step in range(1, COUNT + 1):
-        rank0.next_task(1, Timers())
-        rank0.end_step(step, {"loss": 0.0, "skipped": 1.0}, Timers())
-    told = [e for e in read_events(tmp_path / "run" / "events") if e["event"] == "step"]
-    assert [e["step"] for e in told if "loss" not in e] == [COUNT]
-    assert told[-1]["data/left_out"] == told[-1]["skipped"] == 1
-    assert "step 10: no document has a token to train on: no update" in caplog.text

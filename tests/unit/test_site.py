@@ -14,11 +14,9 @@ from typer.testing import CliRunner
 
 from relax_hpc.cli.main import app
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import cluster, interpreter, known_runs, profiles, script, submit
+from relax_hpc.launch import cluster, interpreter, profiles, script, submit
 from relax_hpc.launch.placement import Component, place
 from relax_hpc.launch.submit import plan, resolve
-from relax_hpc.runtime.paths import RunPaths
-from relax_hpc.runtime.telemetry.events import EventWriter
 from relax_hpc.sections import Resources
 
 
@@ -43,11 +41,8 @@ def job(resources=None, rollout=None, actor=None, **launch):
     ("asked", "line"),
     [
         ({"time": 30}, "--time=30"),
-        ({"time": "2-00:00:00"}, "--time=2-00:00:00"),
         ({"time": "UNLIMITED"}, "--time=UNLIMITED"),
-        ({"mem": 64000}, "--mem=64000"),
         ({"gpus_per_node": "h100:4"}, "--gpus-per-node=h100:4"),
-        ({"gpus_per_node": "gpu:4"}, "--gpus-per-node=4"),
         ({"gpus": "h100:4"}, "--gpus-per-node=h100:4"),
         ({"gpus": 8, "nodes": 1}, "--gpus-per-node=8"),
         ({"reservation": "course"}, "--reservation=course"),
@@ -62,23 +57,14 @@ def test_requests_are_written_as_slurm_writes_them(asked, line):
     assert Resources.model_validate_json(rollout.resources.model_dump_json()) == rollout.resources
 
 
-def test_gpus_of_all_nodes_are_dealt_over_them():
-    assert Resources(nodes=2, gpus="h100:8").gpus_per_node == 4
-    assert Resources(nodes=2, gpus="h100:8").gpu_type == "h100"
-
-
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
         ({"gpus": 3, "nodes": 2}, "gpus = 3: does not divide over nodes = 2"),
         ({"gpus": "many"}, "gpus = 'many': is no number of GPUs; use 4 or"),
         ({"gpus": 2, "gpus_per_node": 1}, "takes either gpus or gpus_per_node; remove one of them"),
-        ({"gpus_per_node": "h100:"}, "gpus_per_node = 'h100:': is no number of GPUs; use 4 or"),
-        *(
-            ({"mem": mem}, f"mem = {mem!r}: is no amount of memory; use")
-            for mem in ("64 GB", "1.5G", "64GiB", "64B", "-1")
-        ),
-        ({"time": True}, "time = True: use text, in quotes"),
+        ({"mem": "64 GB"}, "mem = '64 GB': is no amount of memory; use"),
+        ({"mem": "1.5G"}, "mem = '1.5G': is no amount of memory; use"),
         ({"time": 2.5}, "time = 2.5: use text, in quotes"),
         ({"mail": "a@b.c"}, "resources.mail = 'a@b.c': is of the whole job; set resources.mail"),
     ],
@@ -124,21 +110,6 @@ def test_the_profile_is_the_jobs_then_the_variables_then_the_users_default(home,
     monkeypatch.setenv(profiles.VARIABLE, "mien")
     with pytest.raises(ConfigError, match=r"\$RELAX_PROFILE = 'mien': no such .* mean mine"):
         place(job())
-
-
-def test_a_profile_knows_no_nodes_to_deal_gpus_over(home):
-    (home / "default.toml").write_text("[actor]\ngpus = 8")
-    with pytest.raises(ConfigError, match=r"default.toml: actor.gpus = 8: .* use gpus_per_node"):
-        place(job())
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [("if true; then", "unexpected end of file"), ("echo 'a", "while looking for matching")],
-)
-def test_a_setup_line_that_is_no_whole_command_is_refused(line, said):
-    with pytest.raises(ConfigError, match=rf"setup\[0\] = .*{said}.*in one entry"):
-        look(setup=[line])
 
 
 def look(*, use_slurm=True, packages=(), **resources):
@@ -192,41 +163,21 @@ def test_an_interpreter_that_lacks_what_its_tasks_import_is_refused(tmp_path, mo
     there, absent = str(tmp_path / "with"), str(tmp_path / "without")
     for use_slurm in (True, False):
         assert look(python=there, packages=["sglang"], use_slurm=use_slurm) == []
-        assert look(python=absent, use_slurm=use_slurm) == []
         with pytest.raises(ConfigError, match=r"python = '.*without': has no sglang; install sg"):
             look(python=absent, packages=["sglang"], use_slurm=use_slurm)
     monkeypatch.setattr("sys.executable", absent)
     assert look(packages=["sglang"]) == [], "a login node may have less than the others"
     with pytest.raises(ConfigError, match=rf"python \(unset, so {absent}\): has no sglang"):
         look(packages=["sglang"], use_slurm=False)
-    with pytest.raises(ConfigError, match=r"without': has no sglang"):
-        look(python=absent, packages=["sglang"])
-    setup = ["module load sglang"]
-    [said] = look(packages=["sglang"], use_slurm=False, setup=setup)
+    [said] = look(packages=["sglang"], use_slurm=False, setup=["module load sglang"])
     assert said.endswith("has no sglang, unless `setup` adds it")
-    [said] = look(python="/local/python", packages=["sglang"], setup=setup)
-    assert said.endswith(f"after `setup`; it needs relax-hpc {own}, sglang")
-
-
-def test_a_folder_called_like_a_package_is_none(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "an_engine").mkdir()
-    with pytest.raises(ConfigError, match="has no an_engine"):
-        look(packages=["an_engine"], use_slurm=False)
-    (tmp_path / "an_engine" / "__init__.py").touch()
-    assert look(packages=["an_engine"], use_slurm=False) == []
 
 
 def test_an_interpreter_named_from_here_is_the_same_from_anywhere(tmp_path, monkeypatch):
-    own = metadata.version("relax-hpc")
     (tmp_path / "env" / "bin").mkdir(parents=True)
-    python = program(tmp_path / "env" / "bin" / "python", answers(json.dumps(own)))
+    python = program(tmp_path / "env" / "bin" / "python", "true")
     monkeypatch.chdir(tmp_path)
-    asked = Resources(python="env/bin/python")
-    found = interpreter.make_absolute(asked)
-    assert found.python == python
-    assert look(python=found.python) == []
-    assert interpreter.command(found, tmp_path, "unused") == [found.python]
+    assert place(job(rollout={"python": "env/bin/python"}))[0].resources.python == python
     for kept in (
         Resources(),
         Resources(python="python3.11"),
@@ -234,8 +185,6 @@ def test_an_interpreter_named_from_here_is_the_same_from_anywhere(tmp_path, monk
         Resources(python="apptainer exec ./image.sif python"),
     ):
         assert interpreter.make_absolute(kept) == kept
-    config = job(rollout={"python": "env/bin/python"})
-    assert place(config)[0].resources.python == found.python
 
 
 def test_an_image_is_run_by_apptainer_which_sees_the_run_directory(tmp_path):
@@ -261,41 +210,24 @@ def test_an_image_of_enroot_is_run_by_srun():
     text = script.slurm_script(script.Job("run", Path("/runs/run")), [asked])
     image = "--container-image=nvcr.io/site/relax:1 --container-mounts=/runs:/runs --extra "
     assert image in text and " python3 -u -P -m relax_hpc.launch.entry " in text
-    assert interpreter.runner("/images/relax.sqsh") == "pyxis"
     with pytest.raises(ConfigError, match="is run by pyxis, a part of srun; without Slurm use"):
         look(container="nvcr.io/site/relax:1", use_slurm=False)
     with pytest.raises(ConfigError, match="no such file or folder"):
         look(container="/nowhere/relax.sif")
-    with pytest.raises(ConfigError, match="is no absolute path"):
-        look(container="relax.sif")
 
 
 @pytest.mark.parametrize(
     ("said", "mounts"),
     [
-        (["--container-mounts=/a:/a"], "/a:/a,/runs:/runs"),
         (["--container-mounts=/a:/a,/b:/c:ro", "--container-mounts=/a:/a,/d:/d"],
          "/a:/a,/b:/c:ro,/d:/d,/runs:/runs"),
         (["--container-mounts=/runs:/runs,/a:/a"], "/a:/a,/runs:/runs"),
-        (["--container-mounts="], "/runs:/runs"),
     ],
 )  # fmt: skip
 def test_all_mounts_of_an_image_are_one_option_since_pyxis_keeps_the_last(said, mounts):
     asked = Resources(container="nvcr.io/site/relax:1", srun=["--first", *said, "--last"])
-    assert interpreter.srun_options(asked, Path("/runs")) == [
-        "--container-image=nvcr.io/site/relax:1",
-        f"--container-mounts={mounts}",
-        "--first",
-        "--last",
-    ]
-    text = script.slurm_script(script.Job("r", Path("/runs/r")), [Component("actor", 1, asked)])
-    assert text.count("--container-mounts=") == 1
-
-
-def test_mounts_of_an_image_that_the_user_names_to_srun_are_the_users_alone():
-    asked = Resources(srun=["--container-image=x", "--container-mounts=/a:/a"])
-    assert {*interpreter.srun_options(asked, Path("/runs"))} == {*asked.srun}
-    assert interpreter.srun_options(Resources(container="/x.sif"), Path("/runs")) == []
+    image = ["--container-image=nvcr.io/site/relax:1", f"--container-mounts={mounts}"]
+    assert interpreter.srun_options(asked, Path("/runs")) == [*image, "--first", "--last"]
 
 
 LIMITS = """\
@@ -317,12 +249,8 @@ PartitionName=any DenyAccounts=poor MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNode
 )
 def test_limits_of_a_partition_are_read_as_slurm_prints_them(asked, partition, found):
     limits = cluster.parse_limits(LIMITS)[partition]
-    asked = Component("rollout", 6, Resources(**asked))
-    limit = cluster.over_limit(asked, limits)
-    assert limit and (limit.key, limit.value) == found if found else limit is None
-    lifted = "PartitionTimeLimit,PartitionMaxNodes"
-    if found and found[0] in ("time", "nodes"):
-        assert cluster.over_limit(asked, limits, lifted) is None
+    limit = cluster.over_limit(Component("rollout", 6, Resources(**asked)), limits)
+    assert (limit and (limit.key, limit.value)) == found
 
 
 PARTITIONS = """\
@@ -432,25 +360,8 @@ def test_a_requeue_that_is_asked_for_by_name_is_refused_where_nobody_could_do_it
     assert "cancels jobs that it preempts, at once: resume it" in said
 
 
-def test_a_save_that_takes_longer_than_the_time_limit_is_announced_is_told_of(monkeypatch):
-    assert told_of(monkeypatch, "OFF", 0, 85.0) == []
-    [said] = told_of(monkeypatch, "OFF", 0, 86.0)
-    assert said.startswith("a save of this run took 86 s, and the time limit is announced 90 s")
-
-
-def test_a_signal_is_announced_by_its_name_of_newer_slurm_too(monkeypatch):
-    """PreemptParameters since 23.02; `preempt_send_user_signal` is what others call it."""
-    for preempt, is_told in (
-        ("send_user_signal", True), ("reorder_count=3,send_user_signal", True),
-        ("send_user_signals", False), ("reorder_count=3", False),
-    ):  # fmt: skip
-        [said] = told_of(monkeypatch, "CANCEL", 60, 5.0, parameters="(null)", preempt=preempt)
-        assert ("without preempt_send_user_signal" in said) is not is_told
-
-
 @pytest.mark.parametrize("parameters", ["(null)", "enable_configless,idle_on_node_suspend"])
 def test_a_grace_of_which_no_signal_tells_is_none(monkeypatch, parameters):
-    """Slurm sends TERM alone, and squeue moves no limit."""
     lacks = "in effect at once (GraceTime = 60, without preempt_send_user_signal)"
     again = "up to 20 steps are trained again; lower actor.save_every"
     for mode, then in (("REQUEUE", ""), ("CANCEL", ": resume it then")):
@@ -458,37 +369,6 @@ def test_a_grace_of_which_no_signal_tells_is_none(monkeypatch, parameters):
         assert said == f"{PREEMPTS}{mode.lower()}s jobs that it preempts, {lacks}{then}; {again}"
     with pytest.raises(ConfigError, match=r"GraceTime = 60, without preempt_send_user_signal\)"):
         told_of(monkeypatch, "CANCEL", 60, sbatch=["--requeue"], parameters=parameters)
-
-
-def test_a_cluster_that_requeues_only_who_asks_is_told_of(monkeypatch):
-    [said] = told_of(monkeypatch, "OFF", 0, requeue=0)
-    assert said.startswith("this cluster requeues only jobs that ask for it (JobRequeue = 0)")
-    assert told_of(monkeypatch, "OFF", 0, requeue=0, sbatch=["--no-requeue"]) == []
-    assert told_of(monkeypatch, "OFF", 0, requeue=1) == []
-
-
-def test_the_grace_is_held_against_a_save_of_a_run_of_the_same_model(monkeypatch, tmp_path):
-    model = tmp_path / "model"
-    for number, (name, path, seconds) in enumerate(
-        [("older", model, 3.0), ("newer", model, 12.0), ("none", model, None), ("b", "other", 50.0)]
-    ):
-        run = RunPaths(tmp_path / "runs" / name)
-        run.root.mkdir(parents=True)
-        run.config.write_text(json.dumps({"model": {"path": str(path)}}))
-        os.utime(run.config, (number, number))
-        with EventWriter(run.events_folder / "actor-0.jsonl", "actor", 0) as events:
-            if seconds is not None:
-                events.emit("checkpoint", step=1, wait_s=1.0, background_s=seconds - 1, bytes=1)
-    (tmp_path / "runs" / "torn").mkdir()
-    (tmp_path / "runs" / "torn" / "run.json").write_text("{")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    found = known_runs.longest_save(model)
-    assert found == ("run newer (of the same model)", 12.0)
-    assert known_runs.longest_save(tmp_path / "unseen") == ("this run", None)
-    whose, save_s = found
-    [said] = told_of(monkeypatch, "REQUEUE", 15, save_s, whose=whose)
-    assert "a save of run newer (of the same model) took 12 s: up to 20 steps" in said
 
 
 def asked_of(job, *words):
@@ -504,7 +384,6 @@ def asked_of(job, *words):
 
 
 def test_account_partition_and_time_may_be_said_as_to_sbatch(tmp_path, home):
-    """The command line is over the job's table of all components, which is over the site's."""
     (home / "default.toml").write_text('account = "site"\n[actor]\npartition = "site"\n')
     file = tmp_path / "job.toml"
     text = (
@@ -527,5 +406,3 @@ def test_account_partition_and_time_may_be_said_as_to_sbatch(tmp_path, home):
         "--partition gpu: the job has actor.resources.partition = 'big'; change it with --set"
     )
     assert dict(asked_of(file, "-p", "big")[1])["partition"] == "big"
-    answer = CliRunner().invoke(app, ["check", str(file), "-p", "gpu", "--explain", "resources"])
-    assert "actor.resources.partition" in str(answer.exception)

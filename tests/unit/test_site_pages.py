@@ -10,12 +10,6 @@ import yaml
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-KINDS = {
-    "Tutorials": "tutorials",
-    "How-to": "how-to",
-    "Reference": "reference",
-    "Explanation": "explanation",
-}
 
 
 def pages_of(nav):
@@ -36,21 +30,6 @@ def test_each_page_is_in_the_navigation_once_and_each_of_the_navigation_is_there
     there = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
     assert len(there) > 20
     assert faults(SITE["nav"], there) == {}
-
-
-def test_a_page_that_is_missing_or_named_twice_would_be_noticed():
-    nav = ["a.md", {"Kind": ["b.md", {"c": "b.md"}]}]
-    assert faults(nav, {"a.md", "b.md"}) == {"b.md": 2}
-    assert faults(nav[:1], {"a.md", "b.md"}) == {"b.md": 0}
-    assert faults(nav[:1], {}) == {"a.md": 1}
-
-
-def test_each_kind_has_the_pages_of_its_folder():
-    home, *kinds = SITE["nav"]
-    assert pages_of(home) == ["index.md"]
-    folders = {name: {Path(page).parts[0] for page in pages_of(each)}
-               for kind in kinds for name, each in kind.items()}  # fmt: skip
-    assert folders == {name: {folder} for name, folder in KINDS.items()}
 
 
 def test_the_site_needs_no_other_host_and_no_server():
@@ -88,8 +67,3 @@ def test_links_out_of_the_docs_are_words_or_lead_into_the_repository(
 ):
     assert hook.without_links_out(link, "how-to/page.md", "") == without
     assert hook.without_links_out(link, "how-to/page.md", "https://host/us/") == published
-
-
-def test_anchors_are_those_of_the_repository(hook):
-    assert hook.slug("[eval.<name>]", "-") == "evalname"
-    assert hook.slug("A, B: and - C", "-") == "a-b-and---c"

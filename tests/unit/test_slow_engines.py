@@ -4,15 +4,14 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from roles.role_fakes import Events, config
+from roles.role_fakes import config
 
 from relax_hpc.inference import pool_client
 from relax_hpc.inference.generation import Counts, Sampling
 from relax_hpc.inference.pool import Endpoint, EngineLoad, Pool
-from relax_hpc.inference.pool_client import SlowEngine, SlowEngines, client_of
+from relax_hpc.inference.pool_client import SlowEngine, SlowEngines
 from relax_hpc.runs import status
 from relax_hpc.runs.scale.records import Extra, ScaleState
-from relax_hpc.runtime.files.run_secret import RunSecret
 from relax_hpc.runtime.paths import RunPaths
 
 
@@ -35,10 +34,6 @@ def test_fewer_requests_or_none_or_a_bad_minute_long_ago_are_not_slow():
     idle = load("d", 0, in_flight=0)
     long_ago = load("c", 1, time=30.0)
     assert status.find_slow([*events, fewer, idle, long_ago]) == {}
-
-
-def test_of_two_engines_none_is_slow():
-    assert status.find_slow([load("a", 2000), load("b", 1)]) == {}
 
 
 def test_engines_that_were_removed_are_no_measure_of_those_that_stay(tmp_path):  # U9
@@ -182,21 +177,3 @@ def test_what_rests_gets_nothing_new_though_a_prompt_is_at_home_there():
     home, seen = asyncio.run(run())
     other = other_of(home)
     assert seen == [{home: 1, other: 3}, {home: 4, other: 3}, 10]
-
-
-def test_a_job_wishes_it_and_what_rests_is_said(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(pool_client.RunSecret, "read", lambda path: RunSecret(bytes(32)))
-    events, rested = Events(), []
-    paths = RunPaths(tmp_path)
-    plain = client_of(config(), paths, stop_token=1, events=events)
-    assert plain._slow is None
-    wished = client_of(
-        config(engines__rollout__drain_slow=True), paths, stop_token=1, events=events
-    )
-    wished._pool = SimpleNamespace(loads=["loads"], rest=rested.append)
-    found = SlowEngine("c", 24.0, 50.0)
-    given = SimpleNamespace(look=lambda loads: [found] * (loads == ["loads"]), resting={"c"})
-    wished._rest(given)
-    assert rested == [{"c"}]
-    assert events.of("rests") == [{"seconds": 600.0, "id": "c", "rate": 24.0, "median": 50.0}]
-    assert "engine c samples 24 tokens/s per request, the median engine 50" in caplog.text

@@ -37,13 +37,3 @@ def test_a_hundred_starts_of_an_engine_leave_what_one_does(tmp_path):
         notes.note(member("1.0-1-1")._replace(id="rollout-0.1"), start, [])
     assert [each.name for each in paths.switches("rollout-0").iterdir()] == ["1.99-1-1"]
     assert len([*paths.switches("rollout-0.1").glob("*/*.json")]) == switches._KEPT
-
-
-def test_only_the_first_record_of_a_start_lists_what_there_is(tmp_path, monkeypatch):
-    listed, names = [], switches.names
-    monkeypatch.setattr(switches, "names", lambda folder: listed.append(folder) or names(folder))
-    notes = switches.Notes(RunPaths(tmp_path))
-    for start in (1, 2):
-        for version in range(100):
-            notes.note(member(f"1.{start}-1-1"), version, [])
-    assert [folder.name for folder in listed] == ["1.1-1-1", "1.2-1-1"]

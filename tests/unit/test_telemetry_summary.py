@@ -1,5 +1,4 @@
 import json
-import re
 
 import pytest
 from job_trees import job_of
@@ -9,9 +8,7 @@ from relax_hpc.bus import layout
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.config import job_file
-from relax_hpc.errors import ConfigError
-from relax_hpc.runs import report, summary
-from relax_hpc.runtime.files.records import write_json
+from relax_hpc.runs import summary
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry.events import EventWriter
 from relax_hpc.schema import PromptGroup
@@ -36,21 +33,6 @@ def emit(paths, role, *events, rank=0):
     with EventWriter(paths.events(role, rank), role, rank) as writer:
         for name, fields in events:
             writer.emit(name, **fields)
-
-
-def test_a_run_that_has_only_been_submitted_has_a_summary(paths):
-    found = summary.summarize(paths.root)
-    assert (found["steps_done"], found["num_steps"]) == (0, 10)
-    assert found["trajectories"]["committed"] == found["max_staleness_seen"] == 0
-    assert found["weight_versions"] == {}
-    for key in ("heldout_before", "heldout_after", "heldout_newest", "checksums_equal",
-                "tokens_per_s", "last_reward", "eta_s"):  # fmt: skip
-        assert found[key] is None, key
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is not a run directory"):
-        summary.summarize(tmp_path)
 
 
 def test_trajectories_are_counted_from_the_bus_and_the_steps(paths):
@@ -84,34 +66,10 @@ def test_what_ends_have_cost_is_counted_and_shown(paths):
         ("unfinished", {"num_groups": 1, "num_tokens": 58, "num_lost": 3}),
         ("continued", {"num_groups": 1, "num_tokens": 50, "num_dropped": 8, "num_damaged": 9}),
     )  # fmt: skip
-    redone = summary.summarize(paths.root)["redone"]
-    assert redone == {
+    assert summary.summarize(paths.root)["redone"] == {
         "steps": 3, "tokens_trained_again": 20 + 30 + 30,
         "tokens_continued": 750, "tokens_sampled_again": 8, "tokens_lost": 3 + 9,
     }  # fmt: skip
-    assert report._redone(redone) == [
-        (
-            "redone",
-            "3 steps, 80 tokens trained again; 750 tokens of unfinished responses kept; "
-            "8 tokens sampled again; 12 tokens lost at announced ends",
-        )
-    ]
-    assert report._redone(dict.fromkeys(redone, 0)) == []
-
-
-def test_checkpoints_that_were_passed_over_are_named(paths):
-    torn = [
-        ("checkpoint_torn", {"step": step, "message": f"f{step}: cut"}) for step in (9, 8, 7, 6)
-    ]
-    emit(paths, "actor", *torn[:3])
-    emit(paths, "critic", torn[3])
-    found = summary.summarize(paths.root)["torn_checkpoints"]
-    (_, earlier), *_, (key, last) = report._torn(found)
-    assert earlier == "1 earlier ones" and key == "torn"
-    assert re.fullmatch(
-        r"the critic's checkpoint of step 6 was not whole, and passed over \(\S+ s ago\): f6: cut",
-        last,
-    )
 
 
 HELDOUT = {"name": "h", "headline": True, "num_samples": 8, "version_max": 10}
@@ -235,12 +193,3 @@ def test_every_engine_counts_that_loads_by_itself_and_a_late_one_does_not_turn_t
     assert found["checksums_equal"] is False
     emit(paths, "actor", *loaded(2, "slow", True))
     assert summary.summarize(paths.root)["checksums_equal"] is True
-
-
-def test_what_is_written_is_what_is_returned_with_a_picture(paths):
-    write_json(paths.summary, {"old": True})
-    emit(paths, "actor", ("step", {"step": 1, "reward/mean": 0.5}))
-    found = summary.write(paths.root)
-    assert json.loads(paths.summary.read_text()) == found
-    assert found["last_reward"] == 0.5
-    assert paths.reward_curve.stat().st_size > 5_000

@@ -95,7 +95,6 @@ def test_steps_after_the_checkpoint_replace_those_that_were_lost(run):
 
 
 def test_what_the_critic_learned_is_drawn_once_whoever_goes_back(run):
-    """A critic that lives does not repeat what a trainer that resumes does; one that ended does."""
     paths, config = run
     board = RunBoard(paths, config)
     learned = [
@@ -116,14 +115,6 @@ def test_what_the_critic_learned_is_drawn_once_whoever_goes_back(run):
         "loss/critic": [(1, 0.25), (2, 0.5), (3, 0.75)],
         "loss/critic/explained": [(1, 0.125), (2, 0.25), (3, 0.375)],
     }
-
-
-def test_a_trainer_that_begins_at_the_first_step_again_without_a_checkpoint_replaces_all(run):
-    paths, config = run
-    board = RunBoard(paths, config)
-    write(paths, step(1, 1.0, 0.5), step(2, 2.0, 0.5), step(1, 3.0, 0.25))
-    board.update()
-    assert curves(read(paths.tensorboard)) == {"reward/mean": [(1, 0.25)]}
 
 
 def test_a_follower_of_a_later_attempt_takes_the_place_of_the_one_before(run):
@@ -200,15 +191,6 @@ def test_what_was_drawn_to_the_end_is_not_drawn_again_and_what_was_broken_off_is
     assert curves(read(paths.tensorboard)) == {"reward/mean": [(1, 0.5), (2, 0.5)]}
 
 
-def test_a_run_that_cannot_be_drawn_can_be_cancelled_all_the_same(run, monkeypatch):
-    paths, _ = run
-    monkeypatch.setattr(finish.status, "job_state", lambda _: "CANCELLED")
-    write(paths, step(1, 1.0, 0.5))
-    paths.config.write_text('{"name": "of another version"}')
-    finish.complete_if_over(paths.root)
-    assert not paths.tensorboard.exists()
-
-
 def test_settings_can_be_compared_and_the_first_charts_are_laid_out(run):
     paths, config = run
     write(paths, step(1, 1.0, 0.5))
@@ -271,7 +253,6 @@ def test_a_line_that_is_being_written_is_read_once_it_is_complete(tmp_path):
 def test_a_run_of_weeks_is_read_once_a_little_at_a_time_and_shown_when_all_is_there(
     run, monkeypatch
 ):
-    """All events at once are gigabytes, and so is the picture if it reads them again."""
     paths, config = run
     every = [step(number, 1.0 + number, number / 100) for number in range(1, 61)]
     loads = [event("load", 1.5 + n / 2, "rollout", id="e", **LOAD) for n in range(90)]

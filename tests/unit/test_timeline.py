@@ -6,19 +6,9 @@ import pytest
 from board_runs import event, step
 from matplotlib.image import imread
 from test_telemetry import write
-from typer.testing import CliRunner
 
-from relax_hpc.cli.runs import runs
-from relax_hpc.errors import ConfigError
-from relax_hpc.inference.generation import Counts
-from relax_hpc.inference.pool import EngineLoad
-from relax_hpc.inference.pool_client import LoadMeter
-from relax_hpc.runs import verdict
 from relax_hpc.runtime import heartbeat
-from relax_hpc.runtime.paths import RunPaths
-from relax_hpc.runtime.telemetry import history, progress, timeline
-from relax_hpc.runtime.telemetry.events import EventWriter, read_events
-from relax_hpc.runtime.telemetry.timers import Timers
+from relax_hpc.runtime.telemetry import history, timeline
 
 
 def timed(number, end, **spent):
@@ -93,7 +83,6 @@ def test_numbers_of_a_timeline_are_those_of_its_steps(run_dir):
 
 
 def test_what_only_some_steps_do_is_in_the_table(tmp_path):
-    """A checkpoint of 12 s every third step is a third of the time where the others take 12 s."""
     run = tmp_path / "run"
     write(run, [
         timed(1, 12.0, step=12.0, wait=12.0, save=0.0),
@@ -115,6 +104,26 @@ def test_of_a_step_that_was_trained_again_the_newest_phases_count(run_dir):
     assert [tuple(pause) for pause in whole.pauses["b"]] == [("update", 9.1, pytest.approx(0.7))]
 
 
+def waits(step, rank=0, **seconds):
+    spent = {f"time/{name}": value for name, value in seconds.items()}
+    return event("waits", 16.0 + step, "rollout", rank, step=step, **spent)
+
+
+def test_rollout_is_told_by_seconds_of_a_task_per_step_of_steps_trained_again_the_newest(run_dir):
+    assert "rollout" not in timeline.text(timeline.summary(timeline.read(run_dir)))
+    write(run_dir, [
+        waits(1, sampling=99.0), waits(2, sampling=99.0),
+        waits(2, sampling=4.0, max_staleness=1.0), waits(3, sampling=8.0),
+        waits(2, 1, sampling=2.0, max_staleness=3.0), waits(3, 1, no_engine=6.0),
+    ])  # fmt: skip
+    found = timeline.summary(timeline.read(run_dir, first=2))
+    # Two tasks, two steps: 4 + 8 + 2, 1 + 3 and 6, by 4.
+    assert found.rollout == {"sampling": 3.5, "max_staleness": 1.0, "no_engine": 1.5}
+    line = "rollout, s/step: sampling 3.50, max_staleness 1.00, no_engine 1.50"
+    assert line in timeline.text(found).splitlines()
+    assert found.to_json()["rollout"] == found.rollout
+
+
 def test_an_engine_that_loads_by_itself_stands_still_meanwhile(tmp_path):
     run = tmp_path / "run"
     write(run, [
@@ -124,75 +133,6 @@ def test_an_engine_that_loads_by_itself_stands_still_meanwhile(tmp_path):
     ])  # fmt: skip
     [pause] = timeline.read(run).pauses["slow"]
     assert tuple(pause) == ("update", 6.0, 2.5)
-
-
-def test_steps_that_are_not_there_are_named_with_those_that_are(run_dir, tmp_path):
-    with pytest.raises(ConfigError, match="no steps from 7 to the newest; steps 1 to 3 are done"):
-        timeline.read(run_dir, first=7)
-    with pytest.raises(ConfigError, match="no step is done"):
-        timeline.read(tmp_path)
-    assert timeline.parse_steps("2:") == (2, None) and timeline.parse_steps(":5") == (None, 5)
-    for wrong in ("3", "a:b", "1:2:3", "-1:"):
-        with pytest.raises(ConfigError, match="use FIRST:LAST"):
-            timeline.parse_steps(wrong)
-
-
-def test_the_rates_of_all_tasks_at_an_engine_add_up(run_dir):
-    found = timeline.read(run_dir, first=2, last=2)
-    times, rates = timeline._curve(found.engines["b"], found)
-    assert times == [-2.0, 3.0, 8.0]
-    assert rates == [pytest.approx(100), pytest.approx(110), pytest.approx(0)]
-
-
-def test_the_picture_shows_phases_in_their_colours(run_dir, tmp_path):
-    found = timeline.read(run_dir)
-    path = timeline.plot([found], tmp_path / "t.png")
-    pixels = (imread(path)[..., :3] * 255).round().astype(int).reshape(-1, 3).tolist()
-    shown = {f"#{r:02x}{g:02x}{b:02x}" for r, g, b in pixels}
-    names = {"wait", "publish", "score", "train"}
-    assert {timeline.COLORS[name] for name in names} | {timeline.PAUSE} <= shown
-    assert timeline.COLORS["save"] not in shown
-    assert [p.name for p in tmp_path.iterdir() if "t.png" in p.name] == ["t.png"]
-
-
-def test_many_engines_are_drawn_as_one(run_dir, tmp_path):
-    few = timeline.read(run_dir)
-    rates = few.engines["a"]
-    many = few._replace(engines={f"e{number}": rates for number in range(17)})
-    heights = [imread(timeline.plot([each], tmp_path / "t.png")).shape[0] for each in (few, many)]
-    assert heights[1] < heights[0]
-
-
-def test_timers_note_when_phases_were_and_leave_out_what_nobody_sees():
-    timers, before = Timers(), time.time()
-    with timers("wait"):
-        time.sleep(0.01)
-    with timers("read"):
-        pass
-    with timers.phase("train"):
-        time.sleep(0.01)
-    assert [phase.name for phase in timers.phases] == ["wait", "train"]
-    assert set(timers.seconds) == {"time/wait", "time/read"}
-    wait, train = timers.phases
-    assert before <= wait.start <= wait.start + wait.seconds <= train.start + 1e-3
-    assert wait.seconds == timers.seconds["time/wait"]
-
-
-def test_the_load_of_an_engine_is_what_came_since_the_last_note(tmp_path):
-    def states(tokens, id="rollout-0"):
-        return [EngineLoad(id, Counts(tokens), 3, 2, None)]
-
-    with EventWriter(tmp_path / "rollout-0.jsonl", "rollout", 0) as events:
-        meter = LoadMeter(events, every_s=1e-9)
-        for tokens in (10, 25, 7):  # it was started again before the last
-            meter.note(states(tokens))
-        rare = LoadMeter(events, every_s=1000)
-        rare.note(states(1))
-        rare.note(states(4), last=True)
-    noted = read_events(tmp_path)
-    assert [e["num_tokens"] for e in noted] == [10, 15, 7, 4]
-    fields = {"id", "seconds", "num_tokens", "in_flight", "version", "kv_used", "num_media_cached"}
-    assert fields <= set(json.loads((tmp_path / "rollout-0.jsonl").read_text().splitlines()[0]))
 
 
 def figure_of(found, tmp_path):
@@ -220,12 +160,6 @@ def test_what_has_no_name_of_its_own_is_the_last_row_of_the_table(tmp_path):  # 
     write(tmp_path, [first, timed(2, 20.0, step=9.0, wait=4.0, other=1.0, save_copy=2.0)])
     found = timeline.summary(timeline.read(tmp_path))
     assert list(found.phases.items()) == [("wait", 4.0), ("save_copy", 1.0), ("other", 1.0)]
-
-
-def test_a_steps_line_tells_the_copy_of_a_checkpoint_beside_the_save_and_the_rest_last():  # U13
-    spent = {"time/step": 9.0, "time/other": 1.0, "time/save": 2.0, "time/save_copy": 3.0}
-    said = progress.step_line({"step": 1, **spent}, 3, None)
-    assert said.endswith("9.0 s (save 2.0 save_copy 3.0 other 1.0)")
 
 
 def set_clock(run_dir, task, by):
@@ -272,13 +206,6 @@ def test_what_a_task_is_doing_is_seen_whatever_its_clock_says(tmp_path):  # O10
         os.utime(path, (0, time.time() - 300))
     (tmp_path / "actor-0.json").unlink()
     assert heartbeat.read_doing(tmp_path) == [], "these have ended"
-
-
-def test_an_error_of_a_task_whose_clock_is_behind_is_the_runs(tmp_path):  # O10
-    began, run = time.time() - 300, tmp_path / "run"
-    write(run, [event("start", began, "rollout"), event("resume", began + 300, "rollout", step=0)])
-    write(run, [event("start", began - 600), event("error", began - 300, message="Odd: no")])
-    assert verdict.last_error(run, ["actor"], began) == ("actor-0: Odd: no", "actor-0")
 
 
 def task(time, role="actor", rank=0, attempt="7.0", start=1):
@@ -372,20 +299,6 @@ def test_a_resume_and_a_trainer_that_starts_in_place_have_starts_of_their_own(tm
     assert {p.name for p in whole.start.phases["actor"]} >= {"model", "warm_up"}
 
 
-def test_of_many_engines_the_last_is_told_and_drawn_are_all(started, tmp_path):
-    many = [engine(f"e{number:02}", 140.0 + number, 20.0) for number in range(17)]
-    write(tmp_path / "many", [*first_start()[:3], *many, *first_start()[5:]])
-    found = timeline.read(tmp_path / "many")
-    assert [p.who for p in timeline.parts(found.start) if p.what == "start"] == [
-        "engine e16 (last of 17)"
-    ]
-    few, more = (
-        imread(timeline.plot([each], tmp_path / "t.png")).shape[0]
-        for each in (timeline.read(started), found)
-    )
-    assert more < few
-
-
 def colours(path):
     """Colours of the start's panel and of the steps', without the legend."""
     pixels = (imread(path)[:-150, :, :3] * 255).round().astype(int)
@@ -407,15 +320,3 @@ def test_a_start_is_drawn_beside_its_steps_on_a_scale_of_its_own(started, tmp_pa
     assert trained.mean() > 0.6, "4 of the 5 seconds behind the start"
     without = timeline.plot([found._replace(start=None)], tmp_path / "t.png")
     assert not any(shown["model"] in half for half in colours(without))
-
-
-def test_the_start_is_left_out_if_nobody_wants_it(started):
-    RunPaths(started).config.write_text("{}")
-
-    def told(*more):
-        answer = CliRunner().invoke(runs, ["timeline", str(started), "--json", *more])
-        assert answer.exit_code == 0, answer.output
-        return json.loads(answer.stdout.splitlines()[0])
-
-    assert told()["start"][0] == {"who": "actor", "what": "import", "after_s": 1.0, "seconds": 9.0}
-    assert (told("--no-start")["start_s"], told("--no-start")["start"]) == (None, [])

@@ -2,8 +2,6 @@
 
 import os
 import pwd
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,18 +25,6 @@ def test_a_path_may_begin_with_the_home_of_who_runs_it(tmp_path, monkeypatch):
 def test_variables_are_refused_and_not_taken_for_names():
     with pytest.raises(ConfigError, match=r"run_root = '\$HOME/r': variables are not put in"):
         job_file.load(DEMO, ["run_root=$HOME/r"])
-
-
-def test_a_folder_that_was_removed_is_named_in_one_line(tmp_path):
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    code = (
-        "import os, sys; from relax_hpc.cli.main import main; os.rmdir(os.getcwd()); "
-        f"sys.argv[1:] = ['check', '{DEMO}']; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=gone, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == "the folder that this is run in was removed; cd to one that is there\n"
 
 
 def no_home(patch):

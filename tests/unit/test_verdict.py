@@ -111,14 +111,6 @@ def test_why_slurm_announced_an_end_follows_from_the_time_that_is_left(run, left
     assert words(run) == f"{why}: requeued, for the time number 1"
 
 
-def test_a_refused_requeue_says_so(run):
-    refusal = "#!/bin/sh\necho Requested operation is disabled >&2\nexit 1\n"
-    (run.folder / "scontrol").write_text(refusal)
-    requeue.ask("7", run.run_dir)
-    verdict.give(run.run_dir, "7", "stopped", "told to end")
-    assert words(run).startswith("out of time or preempted, and not requeued (scontrol: Requested")
-
-
 def restarts(run, *counts):
     """squeue knows how often each component was requeued."""
     answer = "".join(f"echo '{count}   '\n" for count in counts)
@@ -242,14 +234,6 @@ def test_the_script_tells_every_restart_and_the_end_in_order():
     assert [each["--failures"] for each in facts] == ["1", "2", "3"]
     assert [each.get("--next") for each in facts] == ["0.25", "0.5", None]
     assert {each["--component"] for each in facts} == {"actor"}
-
-
-def test_the_script_tells_which_tasks_a_step_has_where_these_are_not_all():
-    step = "(one() { local ranks=(4 5); supervise actor 2 /nowhere -- false; }; one)"
-    [told] = told_in(supervised("max_restarts=0", TELL, step))
-    assert " --ranks 4 5 --failures 1" in " ".join(told)
-    options = verdict._parse(["/run", "--job-id", "7", "--what", *told])
-    assert (options.ranks, options.failures, options.component) == ([4, 5], 1, "actor")
 
 
 def test_a_run_goes_on_where_the_verdict_cannot_be_written():

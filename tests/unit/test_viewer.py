@@ -7,21 +7,17 @@ import numpy as np
 import pytest
 from bus_fixtures import PRODUCERS, group, produce
 from bus_steps import plan
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 from viewer_runs import SCRIPT, empty_run, put, said
 
-from relax_hpc.algorithms.advantages.group_mean import GroupMean
-from relax_hpc.algorithms.part import Advantage, Needs
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.bus.tools import inventory
 from relax_hpc.cli.main import app
-from relax_hpc.errors import BusError, ConfigError, DamagedError
+from relax_hpc.errors import BusError, DamagedError
 from relax_hpc.runs.viewer import GroupQuery, output
 from relax_hpc.runs.viewer.run import RunViewer, choose
-from relax_hpc.runs.viewer.words import COLOURS, CollapsedSpan, TextPiece, Token, Words, colour, cut
+from relax_hpc.runs.viewer.words import COLOURS, Token, colour
 from relax_hpc.schema import FinishReason, MediaKind, Medium, PromptGroup
 
 
@@ -112,40 +108,34 @@ def test_siblings_stand_in_order_each_with_its_facts(run):
         said("II", 0, 1, segment=1, reward=2.5, prompt="1+1= roman: "),
         said("2", 0, 2, reward=0.5),
     ]
-    runs = np.array([[4, 1], [5, 4]], np.int32)
-    rows[1] = rows[1]._replace(version_runs=runs)
+    rows[1] = rows[1]._replace(version_runs=np.array([[4, 1], [5, 4]], np.int32))
     put(run, rows)
-    found = page_of(run)
-    # of three episodes, 0, 2.5 and 0.5: the mean is 1
-    assert found.texts[0].startswith(
-        "sibling 0 reward 0 advantage -1 finish length versions 3 prompt 4 tokens response 2 tokens"
-    )
-    assert found.texts[1].startswith(
-        "sibling 1 reward 2.5 advantage +1.5 finish stop versions 1 to 4 prompt 4 tokens"
-    )
-    assert found.texts[2].startswith("sibling 1, segment 1 reward 2.5 advantage +1.5")
-    assert found.texts[3].startswith("sibling 2 reward 0.5 advantage -0.5")
-    assert [text.split("tokens ")[-1] for text in found.texts] == [
-        "no", "two", "1+1= roman: II", "1+1= 2",
-    ]  # fmt: skip
-    assert "prompt group 0</h2>" in found.source
-    assert "not planned yet, mean reward 1<" in found.source
+    texts = page_of(run).texts
+    begun = [  # of three episodes, 0, 2.5 and 0.5: the mean is 1
+        "sibling 0 reward 0 advantage -1 finish length versions 3 prompt 4 tokens",
+        "sibling 1 reward 2.5 advantage +1.5 finish stop versions 1 to 4 prompt 4 tokens",
+        "sibling 1, segment 1 reward 2.5 advantage +1.5",
+        "sibling 2 reward 0.5 advantage -0.5",
+    ]
+    assert all(map(str.startswith, texts, begun))
+    ends = [text.split("tokens ")[-1] for text in texts]
+    assert ends == ["no", "two", "1+1= roman: II", "1+1= 2"]
+
+
+def mask_failed(run):
+    run.config.write_text(run.config.read_text().replace('"on_error":"zero"', '"on_error":"mask"'))
 
 
 def test_parts_of_a_reward_are_named_and_so_is_one_that_failed(run):
     right = said("4", reward=0.9, parts={"<b>": -0.1, "math": 1.0})
     put(run, [right, said("d", 0, 1, reward=0.0, reward_error=True), said("5", 0, 2, reward=0.1)])
-    found = page_of(run)
     # of three episodes the mean is 1/3, of those that have a reward 1/2
-    assert found.texts[0].startswith("sibling 0 reward 0.9 <b> -0.1 math 1 advantage +0.5667 fin")
-    run.config.write_text(run.config.read_text().replace('"on_error":"zero"', '"on_error":"mask"'))
+    begun = "sibling 0 reward 0.9 <b> -0.1 math 1 advantage"
+    assert page_of(run).texts[0].startswith(f"{begun} +0.5667 finish")
+    mask_failed(run)
     found = page_of(run)
-    assert found.texts[0].startswith("sibling 0 reward 0.9 <b> -0.1 math 1 advantage +0.4 finish")
+    assert found.texts[0].startswith(f"{begun} +0.4 finish") and "<b> 1" not in found.source
     assert found.texts[1].startswith("sibling 1 reward 0 the reward failed advantage")
-    assert "failed" not in found.texts[0] and "<b> 1" not in found.source
-    out = printed(run, "peek")
-    assert "sibling 0: reward 0.9 (<b> -0.1, math 1), advantage +0.4, stop" in out
-    assert "sibling 1: reward 0, which failed, advantage" in out
 
 
 def test_a_reward_that_failed_and_is_masked_is_in_no_mean_and_its_group_comes_last(run):
@@ -153,34 +143,12 @@ def test_a_reward_that_failed_and_is_masked_is_in_no_mean_and_its_group_comes_la
     put(run, [failed, said("4", 0, 1, reward=0.6)])
     put(run, [failed._replace(guid=1)])
     put(run, [said("4", 2, reward=0.5), said("b", 2, 1, reward=0.1)])
-    out = printed(run, "view", "--text", "--sort", "best")
-    assert re.findall("mean reward (.*)", out) == ["0.3", "0.3", "0"]
-    run.config.write_text(run.config.read_text().replace('"on_error":"zero"', '"on_error":"mask"'))
+    mask_failed(run)
     for order, expected in (("best", [0, 2, 1]), ("worst", [2, 0, 1])):
         out = printed(run, "view", "--text", "--sort", order)
         heads = re.findall(r"prompt group (\d), not planned yet, (.*)", out)
         means = {"0": "mean reward 0.6", "1": "all rewards failed", "2": "mean reward 0.3"}
         assert heads == [(str(guid), means[str(guid)]) for guid in expected]
-    source = page_of(run).source
-    assert "all rewards failed<" in source and 'data-reward=""' in source
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "other"),
-    [
-        (Advantage, "is_of_tokens", property(lambda _: True)),
-        (GroupMean, "needs", lambda _: Needs(scope="batch")),
-    ],
-)
-def test_an_advantage_that_the_group_alone_does_not_tell_is_left_out(
-    run, monkeypatch, owner, name, other
-):
-    monkeypatch.setattr(owner, name, other)
-    produce(run.bus, PRODUCERS[0], [0])
-    assert [
-        row.advantage for row in next(RunViewer(run.root).view(GroupQuery(), 9).groups).rows
-    ] == [None] * 2
-    assert "advantage" not in page_of(run).texts[0] + printed(run, "peek")
 
 
 def test_the_colours_of_three_tokens_by_hand(run):
@@ -203,12 +171,6 @@ def test_the_colours_of_three_tokens_by_hand(run):
     assert '<body data-by="version">' in page_of(run, "--by", "version").source
 
 
-def test_an_advantage_has_a_colour_by_its_side_and_size():
-    values = [-3, -1, -0.9, -0.5, -0.1, 0, 0.1, 0.5, 0.9, 1, 3]
-    found = [colour(Token("x", True, -1, 0, value), "advantage") for value in values]
-    assert found == [0, 0, 1, 1, 2, 3, 4, 5, 5, 6, 6]
-
-
 def test_a_character_of_several_tokens_is_one_piece_with_its_least_likely_logprob(run):
     text = "a€b"  # the euro sign is three bytes, and so three tokens
     row = said(text)
@@ -216,15 +178,6 @@ def test_a_character_of_several_tokens_is_one_piece_with_its_least_likely_logpro
     put(run, [row._replace(columns={"rollout_logprobs": logprobs}), said("d", 0, 1)])
     head = next(RunViewer(run.root).view(GroupQuery(), 9).groups).rows[0].head
     assert [(token.text, token.logprob) for token in head] == [("a", -1), ("€", -5), ("b", -4)]
-
-
-def test_bytes_that_are_no_character_and_spaces_in_front_are_kept():
-    words = Words(lambda tokens: bytes(tokens).decode(errors="replace"))
-    assert list(words.pieces([0xE2, 0x41])) == [TextPiece("\ufffd", 0, 1), TextPiece("A", 1, 2)]
-    assert [piece.text for piece in words.pieces([0x7F, 0x41])] == ["\ufffd", "A"], "two tokens"
-    spaced = {1: " a", 2: "b"}
-    words = Words(lambda tokens: "".join(spaced[token] for token in tokens).removeprefix(" "))
-    assert [piece.text for piece in words.pieces([2, 1, 1])] == ["b", " a", " a"]
 
 
 def test_of_a_long_text_the_first_and_last_tokens_are_shown(run):
@@ -259,17 +212,13 @@ def test_groups_are_sorted_as_asked(run):
     assert guids(run, sort="worst", groups=3) == [3, 1, 7]
     assert guids(run, sort="newest", groups=3) == [7, 6, 5]
     drawn = guids(run, sort="random", groups=5)
-    assert len(set(drawn)) == 5 and drawn not in (sorted(drawn), sorted(drawn)[::-1])
-    assert drawn == guids(run, sort="random", groups=5)
+    assert len(set(drawn)) == 5 and drawn == guids(run, sort="random", groups=5)
     assert guids(run, guid=6) == [6]
     plan(run.bus, 1)
     assert guids(run, step=1) == [3, 2, 1, 0]
     assert guids(run, step=1, sort="best", groups=1) == [2]
     with pytest.raises(BusError, match="has no step 2; steps 1 to 1 are planned"):
         guids(run, step=2)
-    remark = "1 of 4 prompt groups: best"
-    assert choose(run.bus, GroupQuery(step=1, sort="best", groups=1)).remarks == [remark]
-    assert "step 1, mean" in page_of(run, "--step", "1").source
 
 
 def asked_again(run, rewards):
@@ -289,20 +238,14 @@ def test_prompts_that_went_from_wrong_to_right_or_back_come_in_pairs_the_last_fi
         ],
     )
     assert guids(run, sort="flipped") == [10, 9, 4, 8, 3, 5, 0]
-    assert guids(run, sort="flipped", groups=5) == [10, 9, 4, 8, 3]
     assert guids(run, sort="flipped", groups=4) == [10, 9, 4], "a pair is not torn"
-    assert guids(run, sort="flipped", groups=1) == [10, 9, 4]
     assert choose(run.bus, GroupQuery(sort="flipped")).notes == {
         10: "right to wrong: 0 of 2 here, 2 of 2 in prompt group 9",
         9: "wrong to right: 2 of 2 here, 0 of 2 in prompt group 4",
         8: "right to wrong: 0 of 2 here, 2 of 2 in prompt group 3",
         5: "wrong to right: 2 of 2 here, 1 of 2 in prompt group 0",
     }
-    answer = CliRunner().invoke(app, ["view", str(run.root), "--sort", "flipped", "--step", "1"])
-    assert "--sort flipped: compares steps" in str(answer.exception)
-    note = "right to wrong: 0 of 2 here"
-    assert note in page_of(run, "--sort", "flipped").source
-    assert note in printed(run, "view", "--text", "--sort", "flipped")
+    assert "right to wrong: 0 of 2 here" in page_of(run, "--sort", "flipped").source
 
 
 def test_what_is_right_is_said_by_the_job_and_without_a_flip_it_is_said_what_is_there(run):
@@ -325,15 +268,6 @@ def test_who_follows_sees_each_group_once_as_it_comes(run, monkeypatch):
     monkeypatch.setattr("time.sleep", asleep)
     views = RunViewer(run.root).follow(2, 9, until=lambda: len(rounds) == 3)
     assert [[group.guid for group in view.groups] for view in views] == [[0, 1], [], [2], []]
-
-
-def test_whoever_stops_following_is_told_that_the_run_goes_on(run, monkeypatch):
-    def interrupted(self, *_, until):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(RunViewer, "follow", interrupted)
-    answer = CliRunner().invoke(app, ["peek", str(run.root)])
-    assert answer.exit_code == 130 and "goes on; look again" in answer.output
 
 
 def test_for_the_newest_no_other_shard_is_opened(run, monkeypatch):
@@ -365,16 +299,6 @@ def test_a_group_that_was_committed_twice_is_shown_once_as_it_was_planned(run):
     assert rewards_of_first() == (0.75, 0.75)
 
 
-def test_an_unknown_group_is_refused_and_those_there_are_named(run):
-    rewarded(run, [0.0] * 6)
-    run.bus.shard(PRODUCERS[1], 1, 1).unlink()  # guid 3, which nothing planned
-    there = "--guid 70: no such prompt group on disk; there are 0 to 2, 4 to 5"
-    with pytest.raises(ConfigError, match=f"^{there}$"):
-        choose(run.bus, GroupQuery(guid=70))
-    answer = CliRunner().invoke(app, ["view", str(run.root), "--guid", "70"])
-    assert answer.exit_code != 0 and not run.view.exists()
-
-
 def test_deleted_shards_are_said(run):
     rewarded(run, [0.0] * 6)
     plan(run.bus, 1)
@@ -384,10 +308,7 @@ def test_deleted_shards_are_said(run):
     assert remark.startswith("trained on and cleared away: 4 trajectories of 2 shards, which")
     assert guids(run) == [5, 4, 3, 2] and guids(run, step=1) == [3, 2]
     assert remark in page_of(run).source
-    gone = choose(run.bus, GroupQuery(guid=1))
-    assert gone.chosen == [] and "2 trajectories of 1 shard, " in gone.remarks[0]
     assert printed(run, "peek").splitlines()[-1] == remark, "last: it is no loss"  # U13
-    assert choose(run.bus, GroupQuery("worst", 1)).remarks[-1] == remark
     show = CliRunner().invoke(app, ["bus", "show", str(run.root), "--guid", "1"])
     assert "is deleted, since a checkpoint covers it; relax-hpc bus ls" in str(show.exception)
 
@@ -404,19 +325,7 @@ def test_a_shard_that_goes_while_it_is_looked_at_is_deleted_and_one_that_is_dama
         choose(run.bus, GroupQuery())
 
 
-def test_a_run_without_any_shard_says_so(run):
-    nothing = "no trajectory is committed yet"
-    assert nothing in printed(run, "peek") and nothing in printed(run, "view", "--text")
-    assert nothing in page_of(run).source
-    with pytest.raises(ConfigError, match="there is no prompt group on disk"):
-        choose(run.bus, GroupQuery(guid=0))
-
-
-def test_what_contradicts_itself_or_cannot_be_written_is_refused(run):
-    answer = CliRunner().invoke(app, ["view", str(run.root), "--guid", "7", "--step", "1"])
-    assert "give one of them" in str(answer.exception)
-    answer = CliRunner().invoke(app, ["view", str(run.root), "--out", "/nowhere/a.html"])
-    assert "--out /nowhere/a.html: cannot be written: No such file" in str(answer.exception)
+def test_a_file_that_is_there_is_not_written_over(run):
     mine = run.root / "mine.html"
     mine.write_text("of the user")
     answer = CliRunner().invoke(app, ["view", str(run.root), "--out", str(mine)])
@@ -438,22 +347,6 @@ def test_a_page_ends_before_it_is_too_large_and_says_so(run, monkeypatch):
     assert 5 < count < 30 and run.view.stat().st_size <= size // 2
     assert f"The page ends after {count} prompt groups" in found.source
     assert found.source.rstrip().endswith("</html>")
-
-
-def test_many_siblings_share_the_tokens_that_are_shown_of_a_group(run, monkeypatch):
-    monkeypatch.setattr("relax_hpc.runs.viewer.run._GROUP_TOKENS", 40)
-    put(run, [said("123456789", 0, sibling) for sibling in range(10)])
-    [found] = RunViewer(run.root).view(GroupQuery(), 1000).groups
-    assert {(len(row.head), row.left_out, len(row.tail)) for row in found.rows} == {(2, 5, 2)}
-
-
-def test_the_bound_of_20_mb_holds_for_whatever_is_asked(run):
-    row = said("<" * 6000)
-    rows = [[row._replace(guid=guid, sibling=s) for s in range(8)] for guid in range(12)]
-    put(run, *rows)
-    CliRunner().invoke(app, ["view", str(run.root), "--groups", "1000", "--tokens", "100000"])
-    assert 15_000_000 < run.view.stat().st_size <= 20_000_000
-    assert "or it would be larger than 20 MB" in run.view.read_text()
 
 
 # ---------------------------------------------------------------- media
@@ -484,47 +377,8 @@ def test_tokens_that_stand_for_media_are_a_few_words(run):
     )
     out = printed(run, "peek", columns="80")
     assert f"\n{shown}\n" in out, "all of it, though --tokens 200 is less than it has"
-    assert "\n1+[image 1: 40 tokens]2~\n" in out
-    assert f"{len(prompt)} + 44 tokens" in out
-    found = page_of(run).source
-    assert f">\n{shown}</pre>" in found
-    assert '<b class="m0">[image 1: 40 tokens]</b>' in found
+    assert "\n1+[image 1: 40 tokens]2~\n" in out and f"{len(prompt)} + 44 tokens" in out
+    assert f">\n{shown}</pre>" in page_of(run).source
     # a, image, b, image, comma, space, video are 7, and " how many?" is 10
     short = page_of(run, "--tokens", "4").source
     assert "a[image 1: 300 tokens] [... 68 tokens ...] y?</pre>" in short
-    out = printed(run, "view", "--text", "--tokens", "4")
-    assert "\n1+ [... 40 tokens ...] 2~\n" in out
-    out = printed(run, "view", "--text", "--tokens", "5")
-    assert "\n1+[image 1: 40 tokens]2~\n" in out
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=6),
-    st.integers(0, 5),
-    st.integers(2, 30),
-)
-def test_a_stretch_is_shown_whole_or_not_at_all(gaps, rest, cap):
-    found, size = [], 0
-    for gap, length in gaps:
-        found.append(CollapsedSpan(size + gap, size + gap + length, "x"))
-        size += gap + length
-    size += rest
-    units = size - sum(each.hi - each.lo - 1 for each in found)
-    head, tail = cut(size, found, cap)
-    shown = [range(head), range(tail, size)]
-    assert 0 <= head <= tail <= size
-    for each in found:
-        overlaps = [len(set(part) & set(range(each.lo, each.hi))) for part in shown]
-        assert sorted(overlaps) in ([0, 0], [0, each.hi - each.lo]) or head == tail
-    left = sum(1 for each in found if head <= each.lo < tail)
-    hidden = (tail - head) - sum(e.hi - e.lo - 1 for e in found if head <= e.lo < tail)
-    assert units - hidden == min(cap, units) and left <= hidden
-
-
-def test_a_line_that_is_longer_than_a_pipe_is_wide_is_not_broken(run):
-    text = "word " * 60
-    put(run, [said(text, prompt=text), said("d", 0, 1, prompt=text)])
-    for options in (("peek", "--tokens", "999"), ("view", "--text")):
-        lines = printed(run, *options, columns="80").splitlines()
-        assert lines.count(text) == 2, "prompt and response, each as it is"
-        assert any(line.startswith("sibling 1: ") and line.endswith(" tokens") for line in lines)
