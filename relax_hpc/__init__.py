@@ -29,11 +29,11 @@ _MODULES = {
     "ConfigError": "relax_hpc.errors",
     "Correction": "relax_hpc.algorithms.part",
     "Engines": "relax_hpc.environments.rewards.engines",
-    "Environment": "relax_hpc.environments.environment",
+    "Environment": "relax_hpc.environments.session",
     "FinishReason": "relax_hpc.schema",
     "Loss": "relax_hpc.algorithms.part",
     "Needs": "relax_hpc.algorithms.part",
-    "Outcome": "relax_hpc.environments.environment",
+    "Outcome": "relax_hpc.environments.session",
     "Prompt": "relax_hpc.data.source",
     "RelaxError": "relax_hpc.errors",
     "Reply": "relax_hpc.environments.session",
@@ -74,8 +74,6 @@ if TYPE_CHECKING:
     from relax_hpc.algorithms.segments import sum_over as sum_over
     from relax_hpc.data.source import Prompt as Prompt
     from relax_hpc.environments.chat_api.server import serving as serving
-    from relax_hpc.environments.environment import Environment as Environment
-    from relax_hpc.environments.environment import Outcome as Outcome
     from relax_hpc.environments.rewards.answers import final_text as final_text
     from relax_hpc.environments.rewards.answers import last_box as last_box
     from relax_hpc.environments.rewards.answers import last_line as last_line
@@ -85,6 +83,8 @@ if TYPE_CHECKING:
     from relax_hpc.environments.rewards.contract import Score as Score
     from relax_hpc.environments.rewards.engines import Engines as Engines
     from relax_hpc.environments.rewards.equality import equal as equal
+    from relax_hpc.environments.session import Environment as Environment
+    from relax_hpc.environments.session import Outcome as Outcome
     from relax_hpc.environments.session import Reply as Reply
     from relax_hpc.environments.session import Session as Session
     from relax_hpc.errors import ConfigError as ConfigError

@@ -38,12 +38,10 @@ from relax_hpc.cli.bus import bus
 from relax_hpc.cli.completion import names_of_runs
 from relax_hpc.cli.data import data, decode_media, play_episode
 from relax_hpc.cli.evaluate import evaluation
-from relax_hpc.cli.init import beginning
+from relax_hpc.cli.init import beginning, models
 from relax_hpc.cli.keys import explain_job, explain_section, keys, names_of_keys
 from relax_hpc.cli.lines import PlainGroup, RowsShown, echo
-from relax_hpc.cli.models import models
-from relax_hpc.cli.runs import boards, runs, viewer
-from relax_hpc.cli.scale import scale
+from relax_hpc.cli.runs import boards, runs, scale, viewer
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.runtime import text
 from relax_hpc.runtime.files import permissions

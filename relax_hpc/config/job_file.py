@@ -19,7 +19,7 @@ from relax_hpc.config.model import as_it_ran
 from relax_hpc.config.moved import answer_to, refusal, with_advanced
 from relax_hpc.config.run import JobConfig, RunConfig, SftRunConfig
 from relax_hpc.errors import ConfigError, LaunchError, nearest, show, without_number
-from relax_hpc.runtime.files import permissions, user_files
+from relax_hpc.runtime.files import permissions, storage, user_files
 from relax_hpc.runtime.files.records import read_bytes
 from relax_hpc.runtime.files.user_programs import place_of
 from relax_hpc.runtime.paths import RunPaths
@@ -115,6 +115,16 @@ def read_resolved(path: Path, *, run_dir: Path | None = None) -> JobConfig:
         f"{path}: is not the job that submit wrote there ({reason}); restore it, or submit the run "
         "under another name"
     )
+
+
+def enter_run(run_dir: Path) -> tuple[RunPaths, JobConfig]:
+    """Enters a run in a process beside its script: modes of files, patience with storage."""
+    storage.settle()
+    paths = RunPaths(run_dir)
+    permissions.enter(paths)
+    config = read_resolved(paths.config)
+    storage.settle(config.launch.advanced.peer_timeout_s, reserve=paths.reserve)
+    return paths, config
 
 
 def _resolve_folder(folder: Path, tree: dict[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,8 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_hpc.config.hf_config import ends_of
 from relax_hpc.data.template import REPLY, Literals, Message, Template
 
 if TYPE_CHECKING:
@@ -76,7 +74,7 @@ class Conversation:
         self._template = Template(tokenizer) if chat_template else None
         self._literals = Literals(tokenizer, self._template) if self._template else None
         self._prefix = assistant_prefix
-        self._ends = ends_of(Path(tokenizer.name_or_path)) if chat_template else frozenset[int]()
+        self._ends = self._literals.ends if self._literals else frozenset[int]()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decodes without special tokens."""

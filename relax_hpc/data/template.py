@@ -1,7 +1,18 @@
 """Renders conversations with the tokenizer's chat template, and keeps user text apart from its
-tokens."""
+tokens.
 
+    python -m relax_hpc.data.template < TEMPLATE_AND_VALUES_AS_JSON
+
+A template is foreign code: transformers' sandbox denies it access, but limits neither time nor
+memory, and cannot always interrupt it. So it is rendered once in a process with limits.
+"""
+
+import json
 import re
+import resource
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -9,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.config.hf_config import ends_of
-from relax_hpc.data import template_trial
 from relax_hpc.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
@@ -25,6 +35,12 @@ _ALWAYS_THERE = frozenset({
 
 _TRIED = set[str]()
 """Templates already tried out in a limited process."""
+MOST_CPU_S = 5
+MOST_CHARACTERS = 1 << 26
+MOST_BYTES = 1 << 31
+_MOST_S = 300
+_TOO_MUCH = 3
+"""Exit code."""
 
 
 class Template:
@@ -123,14 +139,14 @@ class Template:
             made = self._tokenizer.apply_chat_template(list(messages), tools=tools, **options)
         except failures as error:
             raise self._make_error(where, error) from None
-        if isinstance(made, str) and len(made) > template_trial.MOST_CHARACTERS:
+        if isinstance(made, str) and len(made) > MOST_CHARACTERS:
             raise self._excessive(where, f"makes {len(made):,} characters")
         return made
 
     def _try_out(self, where: str, values: Mapping[str, Any]) -> None:
         """Renders once in a process with limited time and memory, before rendering here."""
         tokens = {name: str(text) for name, text in self._tokenizer.special_tokens_map.items()}
-        if said := template_trial.fault(_MARKS.sub("", self.text), {**tokens, **values}):
+        if said := fault(_MARKS.sub("", self.text), {**tokens, **values}):
             raise self._excessive(where, said)
         _TRIED.add(self.text)
 
@@ -190,7 +206,7 @@ class Literals:
         added = tokenizer.added_tokens_decoder
         written = "".join([template.text, *_written(template)])
         own = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token} - {None, ""}
-        ends = ends_of(Path(tokenizer.name_or_path))
+        self.ends = ends = ends_of(Path(tokenizer.name_or_path))
         own |= {str(t) for i, t in added.items() if t.special and (i in ends or str(t) in written)}
         own |= {_HIDDEN, REPLY}
         self._texts = sorted(map(str, own), key=lambda text: (-len(text), text))
@@ -236,3 +252,67 @@ def _written(template: Template) -> Iterator[str]:
         messages: list[Message] = [{"role": role, "content": "x"} for role in roles]
         with suppress(ConfigError):  # it need not take each
             yield template.render("a message", messages, add_generation_prompt=True)
+
+
+def fault(template: str, values: Mapping[str, Any]) -> str:
+    """Says which resource a template exhausts; "" if none, though it may fail otherwise."""
+    command = [sys.executable, "-P", "-m", "relax_hpc.data.template"]
+    limits = {"cpu_s": MOST_CPU_S, "num_bytes": MOST_BYTES, "characters": MOST_CHARACTERS}
+    asked = json.dumps({**limits, "template": template, "values": values}, default=str)
+    try:
+        tried = subprocess.run(
+            command,
+            input=asked.encode(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_MOST_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:  # it waits, or the machine does
+        return f"takes more than {_MOST_S} s"
+    if tried.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return f"computes for more than {MOST_CPU_S} s"
+    if tried.returncode == _TOO_MUCH:
+        return (
+            f"takes more than {MOST_BYTES >> 30} GiB, or makes more than {MOST_CHARACTERS:,} "
+            "characters"
+        )
+    return ""
+
+
+def _render(template: str, values: Mapping[str, Any]) -> str:
+    """Renders as transformers does, as far as time and memory go."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+
+    def refuse(said: str) -> None:
+        raise ValueError(said)
+
+    environment.filters["tojson"] = lambda value, **_: json.dumps(value, default=str)
+    environment.globals |= {"raise_exception": refuse, "strftime_now": str}
+    return environment.from_string(template).render(**values)
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    import jinja2.sandbox  # noqa: F401 - before the limits
+
+    cpu_s, num_bytes, characters = (asked.pop(k) for k in ("cpu_s", "num_bytes", "characters"))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+    used_s = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime) + cpu_s
+    resource.setrlimit(resource.RLIMIT_CPU, (used_s, used_s + 1))
+    try:
+        too_much = len(_render(**asked)) > characters
+    except MemoryError:
+        too_much = True
+    except Exception:  # noqa: BLE001 - whoever renders it in earnest says what
+        too_much = False
+    sys.exit(_TOO_MUCH if too_much else 0)
+
+
+if __name__ == "__main__":
+    main()

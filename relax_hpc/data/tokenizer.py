@@ -1,6 +1,6 @@
 """Loads the tokenizer of a Hugging Face folder, offline."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,8 +34,11 @@ _CLASSES = {
 """Class in tokenizer_config.json -> AutoTokenizer's choice for the models above."""
 
 
-def load(model_path: Path) -> "PreTrainedTokenizerBase":
+def load(model_path: Path, model_type: str | None = None) -> "PreTrainedTokenizerBase":
     """Loads the tokenizer that `model.path` names.
+
+    Args:
+        model_type: of its config.json, if that was read.
 
     Raises:
         ConfigError: no such folder, or it holds no tokenizer that transformers can read.
@@ -46,11 +49,16 @@ def load(model_path: Path) -> "PreTrainedTokenizerBase":
             f"model.path = {model_path}: holds no tokenizer ({' or '.join(FILES)}); "
             "copy the tokenizer's files next to config.json"
         )
-    for name in _OBJECTS:  # of another shape, they make transformers fail anywhere
-        if (model_path / name).exists():
-            user_files.read_object(model_path / name, "download it again")
+    known = {  # of another shape, they make transformers fail anywhere
+        name: user_files.read_object(model_path / name, "download it again")
+        for name in _OBJECTS
+        if (model_path / name).exists()
+    }
+    model_type = model_type or (records.read_json(model_path / "config.json") or {}).get(
+        "model_type"
+    )
     try:
-        found = _tokenizer_class(model_path).from_pretrained(
+        found = _tokenizer_class(known.get(_OBJECTS[0], {}), model_type).from_pretrained(
             model_path, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # parsers of others, in Rust too: they raise anything
@@ -87,12 +95,10 @@ def refuse_unknown(
         )
 
 
-def _tokenizer_class(model_path: Path) -> Any:  # noqa: ANN401
+def _tokenizer_class(found: Mapping[str, Any], model_type: str | None) -> Any:  # noqa: ANN401
     """Returns AutoTokenizer, or its known choice, which saves the slow import of torch."""
     import transformers  # a second of import, which reading a job does not need
 
-    found = records.read_json(model_path / "tokenizer_config.json") or {}
-    model_type = (records.read_json(model_path / "config.json") or {}).get("model_type")
     name = _CLASSES.get(str(found.get("tokenizer_class")))
     if name is None or model_type not in _MODELS or "auto_map" in found:
         return transformers.AutoTokenizer

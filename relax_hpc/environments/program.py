@@ -22,8 +22,7 @@ from relax_hpc.config.rollout import ProgramConfig
 from relax_hpc.data.source import Prompt
 from relax_hpc.environments import program_keeper
 from relax_hpc.environments.chat_api.server import Served, serving
-from relax_hpc.environments.environment import Outcome
-from relax_hpc.environments.session import Session
+from relax_hpc.environments.session import Outcome, Session
 from relax_hpc.errors import ConfigError, ends_of, show, without_number
 from relax_hpc.inference import leash
 from relax_hpc.runtime.files.scratch import scratch_folder

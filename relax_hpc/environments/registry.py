@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from relax_hpc.config.rollout import RolloutConfig
-from relax_hpc.environments.environment import Environment, SingleTurn
 from relax_hpc.environments.program import ProgramEnvironment
+from relax_hpc.environments.session import Environment, SingleTurn
 from relax_hpc.errors import ConfigError, nearest
 from relax_hpc.runtime.files import user_programs
 

@@ -5,7 +5,7 @@ Environments may add media to a conversation in any turn.
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import NamedTuple, Protocol, Self
 
@@ -367,3 +367,32 @@ def seed_of_call(seed: int, number: int) -> int:
     if number == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4], "big") >> 1
+
+
+class Outcome(NamedTuple):
+    rewards: Mapping[str, float] = {}
+    """Rewards by name; they add up to the reward, except names with a slash. If empty, the job's
+    reward scores the episode."""
+    metrics: Mapping[str, float] = {}
+    """Other numbers of the episode; shard events and TensorBoard show their means as
+    `rollout/<name>`."""
+
+
+class Environment(Protocol):
+    """A task for the policy."""
+
+    async def rollout(self, prompt: Prompt, session: Session) -> Outcome:
+        """Runs one episode: everything one sibling does with a prompt.
+
+        It may be cancelled at any await, and restarted with the session's record. An exception
+        leaves this sample without a score, as a failed reward does.
+        """
+        ...
+
+
+class SingleTurn:
+    """Asks the prompt once; the job's reward scores the response."""
+
+    async def rollout(self, prompt: Prompt, session: Session) -> Outcome:
+        await session.chat()
+        return Outcome()

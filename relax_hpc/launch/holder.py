@@ -33,7 +33,7 @@ from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.launch import record, requeue, states
 from relax_hpc.launch.states import is_silent, output_of, words_of
 from relax_hpc.roles.role import Side
-from relax_hpc.runtime.files import permissions, storage
+from relax_hpc.runtime.files import storage
 from relax_hpc.runtime.files.records import read_json, write_json
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.process import ProcessId
@@ -296,14 +296,10 @@ class Holder:
 
 def main() -> None:
     args = _parse()
-    storage.settle()
-    paths = RunPaths(args.run_dir)
-    permissions.enter(paths)
     logs.setup_beside_script("holder", logging.WARNING)
     logging.getLogger("relax_hpc.launch").setLevel(logging.INFO)
-    config = job_file.read_resolved(paths.config)
+    paths, config = job_file.enter_run(args.run_dir)
     assert isinstance(config, RunConfig)
-    storage.settle(config.launch.advanced.peer_timeout_s, reserve=paths.reserve)
     holder = Holder(config, paths, args.side, args.job_id)
     if args.leave:
         holder.leave()

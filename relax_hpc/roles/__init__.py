@@ -7,8 +7,8 @@
     training                  what these share: duties of rank 0, start, checks
     dealing                   batches to portions to micro-batches
 
-A role is a folder with `role.py` (what it is), `build.py` (makes its parts) and, mostly, `loop.py`
-(runs them). A new one needs a line in `table.py` and a section in `config.run`. If it writes
-columns: `schema.COLUMNS`, and a number in `schema.ROLES`. If it notes events or files of its own:
+`table.py` says what each role is. Its folder has `build.py` (makes its parts) or `loop.py` (runs
+them), mostly both. A new one needs a section in `config.run`, too. If it writes columns:
+`schema.COLUMNS`, and a number in `schema.ROLES`. If it notes events or files of its own:
 `runtime.telemetry.event_table`, `runtime.paths`.
 """

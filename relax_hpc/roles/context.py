@@ -1,9 +1,11 @@
 """Identifies a task: the facts that the launcher passes to its role."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol, Self
 
 from relax_hpc.config.rollout import Transport
+from relax_hpc.runtime.files.records import read_json, write_json
 
 
 class JobEnd(Protocol):
@@ -56,3 +58,26 @@ class TaskContext:
     def start_id(self) -> str:
         """Returns an id of this start, unique among tasks: names rendezvous records."""
         return f"{self.component}-{self.attempt}-{self.start}"
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The record `control/replay.json`: the step to train again, its run, and the first step."""
+
+    run_dir: Path
+    step: int
+    first: int
+    """First step to train: `step`, or one before it."""
+    checkpoint: Path | None
+    """Checkpoint of the step before `first`; None begins with the job's model."""
+
+    def write(self, path: Path) -> None:
+        folder = self.checkpoint and str(self.checkpoint)
+        write_json(path, asdict(self) | {"run_dir": str(self.run_dir), "checkpoint": folder})
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        fields = read_json(path)
+        assert fields is not None, path
+        folder = fields["checkpoint"] and Path(fields["checkpoint"])
+        return cls(Path(fields["run_dir"]), fields["step"], fields["first"], folder)

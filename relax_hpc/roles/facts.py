@@ -18,8 +18,9 @@ class Facts:
 
     def __init__(self, policy: Path) -> None:
         self._policy = policy
-        self.architecture = cache(registry.read_architecture)
-        self.tell_doubts = cache(_tell_doubts)
+        self.config = cache(ConfigJson)
+        self.architecture = cache(lambda folder: registry.architecture_of(self.config(folder)))
+        self.tell_doubts = cache(self._tell_doubts)
         self.check_weights = cache(self._check_weights)
         self.tokens = cache(_read_tokens)
 
@@ -27,6 +28,10 @@ class Facts:
     def shape(self) -> Architecture:
         """The policy's architecture."""
         return self.architecture(self._policy)
+
+    def _tell_doubts(self, folder: Path) -> None:
+        for doubt in fields.doubts(self.config(folder)):
+            log.warning("%s", doubt)
 
     def _check_weights(self, folder: Path) -> None:
         """Checks that a folder holds all of the model's tensors, as its config.json describes."""
@@ -37,11 +42,6 @@ class Facts:
         with HfFiles(folder, framework="np") as files:
             check_names(files, shape, registry.parameters(shape))
             check_shapes(files, registry.parameters(shape))
-
-
-def _tell_doubts(folder: Path) -> None:
-    for doubt in fields.doubts(ConfigJson(folder)):
-        log.warning("%s", doubt)
 
 
 def _read_tokens(folder: Path) -> dict[str, int]:

@@ -1,7 +1,4 @@
-"""Defines a role, as its folder declares it: its components, what they run, and its checks.
-
-Nothing heavy is imported here or where a role is declared: `main` and `check` import their own.
-"""
+"""Defines a role, as `table` declares it: its components, what they run, and its checks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -121,17 +118,13 @@ class ModelRank(Generic[C]):
     events: EventWriter
 
 
-def main_of_rank(load: Callable[[], Callable[[ModelRank[C]], None]]) -> Main[C]:
-    """Returns the `main` of a role.
-
-    Args:
-        load: imports what the rank runs, once it starts.
-    """
+def of_rank(run: Callable[[ModelRank[C]], None]) -> Main[C]:
+    """Returns the `main` of a role whose ranks form a world."""
 
     def main(
         config: C, paths: RunPaths, context: TaskContext, world: World | None, events: EventWriter
     ) -> None:
         assert world is not None
-        load()(ModelRank(config, paths, world, context, events))
+        run(ModelRank(config, paths, world, context, events))
 
     return main

@@ -16,9 +16,8 @@ from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sidecar import SidecarWriter
 from relax_hpc.config import job_file
-from relax_hpc.errors import FencedError
-from relax_hpc.roles.critic import build as rank0
 from relax_hpc.roles.critic import loop
+from relax_hpc.roles.critic import loop as rank0
 from relax_hpc.roles.dealing.portions import Batch, judge_of
 from relax_hpc.roles.scorer import build as scorer
 from relax_hpc.runtime.comm.world import SoloWorld
@@ -238,15 +237,6 @@ def test_whenever_it_is_killed_it_learns_the_same_and_values_are_of_the_version_
     assert undisturbed.setdefault("losses", steps) == steps and len(steps) == STEPS
 
 
-def test_an_owner_that_was_superseded_saves_nothing_more(run):
-    config, paths = run
-    with opened(config, paths) as first:
-        first.check_fenced()
-        SidecarWriter(paths.bus, "critic-0", {})
-        with pytest.raises(FencedError, match="another process took over"):
-            first.check_fenced()
-
-
 def test_without_a_trainer_it_values_nothing_twice_and_tells_waiting_ranks(run, monkeypatch):
     config, paths = run
     monkeypatch.setattr(scorer, "SIGN_OF_LIFE_S", 0.1)
@@ -269,12 +259,3 @@ def test_before_the_jobs_end_it_begins_nothing_though_there_is_something(run):
         mine.put([], version=0)
         near[0] = False
         assert [part.lo for part in mine.next_task(0, Timers()).parts] == [0]
-
-
-def test_it_may_stop_before_every_task(run):
-    config, paths = run
-    stops, model = [], Model()
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(sample_and_train, paths)
-        learn(config, paths, model, stop=lambda: stops.append(model.step))
-    assert sorted(set(stops)) == [*range(STEPS + 1)] and stops[0] == 0

@@ -5,26 +5,15 @@ import random
 from statistics import mean
 
 import pytest
-from e2e_runs import cli, events_of, every_prompt_once, is_over, planned, submit, wait_until
+from e2e_runs import cli, events_of, every_prompt_once, is_over, planned, sized, submit, wait_until
 from transformers import AutoModelForCausalLM
 
 from relax_hpc.cli.demo import models
-from relax_hpc.cli.demo.warm_start import Example, warm_start
+from relax_hpc.cli.demo.make_tiny import Example, warm_start
 
 pytestmark = pytest.mark.long
 
-STEPS, PROMPTS, SIBLINGS = 60, 64, 4
-SETTINGS = {
-    "schedule.num_steps": STEPS,
-    "schedule.prompts_per_step": PROMPTS,
-    "rollout.samples_per_prompt": SIBLINGS,
-    "actor.optimizer.lr": 2.5e-4,
-    "actor.optimizer.warmup_steps": 10,
-    "actor.save_every": STEPS,
-    "bus.keep_steps": STEPS,
-    "eval.heldout.every": 0,
-    "eval.heldout.num_prompts": 512,
-}
+STEPS, PROMPTS, SIBLINGS = 400, 128, 8
 
 
 def examples(path):
@@ -72,17 +61,6 @@ def make_mostly(folder):
     (folder / "heldout.jsonl").write_text("".join(lines[-512:]))
 
 
-def distilled(student, settings, *, limit_s):
-    """A run that came to its end, and its status then."""
-    run_dir = submit("tiny/arithmetic_distill", student, local=True, **settings).run_dir
-    try:
-        after = wait_until(run_dir, is_over, limit_s)
-    finally:
-        cli("cancel", run_dir)
-    assert after["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
-    return run_dir, after
-
-
 def scores_of(run_dir):
     return {
         each["when"]: each["correct"] / each["num_samples"]
@@ -91,36 +69,23 @@ def scores_of(run_dir):
 
 
 @pytest.mark.soak
-def test_a_student_comes_near_to_its_teacher_without_any_reward(tiny, tmp_path):
-    teacher = make_teacher(tiny, tmp_path / "teacher", target=0.95)
-    assert teacher.greedy >= 0.95
-    settings = SETTINGS | {"run_root": tmp_path, "teachers.sums.path": tmp_path / "teacher"}
-    run_dir, after = distilled(tiny, settings, limit_s=220)
-    assert {each["name"] for each in after["components"]} == {"rollout", "actor", "teacher-sums"}
-    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
-    steps = events_of(run_dir, "actor", "step")
-    first, last = (mean(step["distill/kl"] for step in part) for part in (steps[:5], steps[-5:]))
-    scores = scores_of(run_dir)
-    print(f"teacher {teacher}, divergence {first:.3f} to {last:.3f}, held-out {scores}")
-    assert last <= 0.6 * first
-    assert scores["after"] >= scores["before"] + 0.1
-
-
-@pytest.mark.soak
 def test_a_student_with_random_weights_reaches_its_teacher(tmp_path):
     """Nothing it says at first is what its teacher would say."""
     make_mostly(tmp_path)
     teacher = make_teacher(tmp_path, tmp_path / "teacher", target=1.1, max_steps=100)
-    settings = SETTINGS | {
-        "run_root": tmp_path, "teachers.sums.path": tmp_path / "teacher",
-        "prompts.train": tmp_path / "train.jsonl",
-        "schedule.num_steps": 400, "schedule.prompts_per_step": 128,
-        "rollout.samples_per_prompt": 8,
+    settings = sized(tmp_path, STEPS, PROMPTS, SIBLINGS, 512) | {
+        "teachers.sums.path": tmp_path / "teacher", "prompts.train": tmp_path / "train.jsonl",
         "actor.optimizer.lr": 5e-4, "actor.optimizer.warmup_steps": 20,
-        "actor.save_every": 400, "bus.keep_steps": 400,
+        "actor.save_every": STEPS, "bus.keep_steps": STEPS,
     }  # fmt: skip
-    run_dir, _ = distilled(tmp_path, settings, limit_s=3600)
-    assert planned(run_dir) == every_prompt_once(400, 128)
+    run_dir = submit("tiny/arithmetic_distill", tmp_path, local=True, **settings).run_dir
+    after = wait_until(run_dir, is_over, 3600)
+    assert after["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
+    assert {each["name"] for each in after["components"]} == {"rollout", "actor", "teacher-sums"}
+    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    steps = events_of(run_dir, "actor", "step")
+    first, last = (mean(step["distill/kl"] for step in part) for part in (steps[:5], steps[-5:]))
+    assert last <= 0.6 * first
     scores = scores_of(run_dir)
     print(f"teacher {teacher}, held-out {scores}")
     assert scores["before"] <= 0.02

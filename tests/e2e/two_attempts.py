@@ -1,6 +1,6 @@
 """An environment whose episodes have two sequences, as a user would name it in a job."""
 
-from relax_hpc.environments.environment import Outcome
+from relax_hpc.environments.session import Outcome
 
 
 class TwoAttempts:

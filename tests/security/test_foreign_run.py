@@ -36,7 +36,6 @@ PROCESSES = {
     "runs.boards.follower": "--job-id 7 --controller 1",
     "launch.entry": "actor --start 1",
     "launch.holder": "--side sampling --job-id 7 --controller 1",
-    "runs.replay_task": "actor --start 1",
     "runs.verdict": "--job-id 7 --what ended",
     "runs.scale.extra_step": "--number 1 --slot 0 --attempt 7.0",
     "runs.scale.scaler": "--job-id 7 --controller 1",

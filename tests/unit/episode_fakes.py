@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 from relax_hpc.bus.layout import Deal, Deals
 from relax_hpc.data.conversation import StopTexts
-from relax_hpc.environments.environment import SingleTurn
 from relax_hpc.environments.rewards.contract import Score
+from relax_hpc.environments.session import SingleTurn
 from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
 from relax_hpc.roles.rollout.heldout import Begun, Due, Evaluator

@@ -9,7 +9,7 @@ import pytest
 from chat_fakes import ASKED, Engine, served, session_of, spelled, tokens_of
 
 from relax_hpc.environments.chat_api import server
-from relax_hpc.environments.chat_api.tool_calls import ToolCall, parse
+from relax_hpc.environments.chat_api.messages import ToolCall, parse
 from relax_hpc.environments.record import EpisodeRecord, sequences
 from relax_hpc.errors import EngineLostError
 
@@ -96,7 +96,6 @@ x < y
     ("text", "content", "calls"),
     [
         ("no call", "no call", []),
-        (' {"name": "add"} ', ' {"name": "add"} ', []),
         (CALL, "", [ToolCall("add", {"a": 1, "b": 2})]),
         (f"x{CALL} y {CALL}", "x y", [ToolCall("add", {"a": 1, "b": 2})] * 2),
         ('<tool_call>{"name": "f"}', "", [ToolCall("f", {})]),
@@ -105,7 +104,6 @@ x < y
         ('<tool_call>{"name": "f", "arguments": {"a": "1\n2"}}</tool_call>', "",
          [ToolCall("f", {"a": "1\n2"})]),
         ('<tool_call>{"name": "f", </tool_call>', '<tool_call>{"name": "f", </tool_call>', []),
-        ('<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', []),
         (f"<tool_call>f</tool_call>{CALL}", "<tool_call>f</tool_call>",
          [ToolCall("add", {"a": 1, "b": 2})]),
         (f"<think>{CALL}</think>no", f"<think>{CALL}</think>no", []),
@@ -114,7 +112,6 @@ x < y
                             "new": "7"})]),
         ("<tool_call><function=find><parameter=most>few</parameter></function></tool_call>", "",
          [ToolCall("find", {"most": "few"})]),
-        ("<tool_call><function=find></tool_call>", "", [ToolCall("find", {})]),
         ("<tool_call><function></tool_call>", "<tool_call><function></tool_call>", []),
         ('{"name": "add", "parameters": {"a": 1}}', "", [ToolCall("add", {"a": 1})]),
         ('\n[{"name": "add", "arguments": {"a": 1}}, {"name": "find", "arguments": {}}] ', "",
@@ -122,9 +119,7 @@ x < y
         ('<think>so</think>{"name": "add", "parameters": {}}', "<think>so</think>",
          [ToolCall("add", {})]),
         *((text, text, []) for text in (
-            '{"name": "other", "parameters": {}}',
             '[{"name": "add", "arguments": {}}, {"name": "other", "arguments": {}}]',
-            '[{"name": "add", "arguments": {}}, 3]',
             'I say {"name": "add", "parameters": {}}',
             '{"name": "add", "age": 3}', "[]", "3", '{"name": "add", "parameters": 3}',
         )),
@@ -138,21 +133,11 @@ def test_calls_are_read_leniently_in_the_form_of_each_family_and_what_cannot_be_
     assert parse(text, [ADD, FIND]) == (content, calls)
 
 
-TAGS = [
-    "use </think> here",
-    "<think>",
-    "a </tool_call> b",
-    "<tool_call>",
-    "</parameter> x",
-    "</function>",
-    "<tool_call>{}</tool_call>",
-    "<function=add>",
-    '"\\"}}</tool_call>',
-    "```",
-]
-
-
-@pytest.mark.parametrize("tag", TAGS)
+@pytest.mark.parametrize(
+    "tag",
+    ["use </think> here", "a </tool_call> b", "<tool_call>{}</tool_call>", "</parameter> x",
+     "</function>", "<function=add>", '"\\"}}</tool_call>'],
+)  # fmt: skip
 @pytest.mark.parametrize("thought", ["", "<think>or <tool_call> so</think>", f"so {CALL}</think>"])
 def test_marks_inside_an_argument_are_data_in_every_form(tag, thought):
     """R10."""
@@ -166,9 +151,7 @@ def test_marks_inside_an_argument_are_data_in_every_form(tag, thought):
             assert said == (f"{thought}I look.", [want]), call
     twice = f"<tool_call>{body}</tool_call> and <tool_call>{tagged}</tool_call>"
     assert parse(f"{thought}{twice}", [FIND]).calls == [want, want]
-    for call in (body, f"[{body}, {body}]"):
-        alone = parse(thought + call, [FIND])
-        assert alone == (thought, [want] * (1 + (call != body)))
+    assert parse(f"{thought}[{body}, {body}]", [FIND]) == (thought, [want, want])
 
 
 def test_calls_between_tags_in_a_thought_are_none_and_those_behind_it_are():
@@ -225,10 +208,7 @@ async def test_two_replies_of_the_same_words_are_told_by_what_they_answer(tokens
     ("fields", "said"),
     [
         ({"temperature": 1.0}, "temperature = 1.0: this episode has 0.7; leave it out"),
-        ({"top_p": 0.9}, "top_p = 0.9: this episode has 1.0; leave it out"),
-        ({"n": 2}, "n = 2: this episode has 1; leave it out"),
         ({"presence_penalty": 0.5}, "presence_penalty = 0.5: this episode has 0; leave it out"),
-        ({"logprobs": True}, "logprobs = True: this episode has False; leave it out"),
         ({"seed": 1}, "seed = 1: is not known here; leave it out"),
         ({"response_format": {"type": "json_object"}}, "response_format = {'type': 'json_object'}"),
         ({"tool_choice": "required"}, "tool_choice = 'required': nothing forces a call; use auto"),
@@ -236,12 +216,9 @@ async def test_two_replies_of_the_same_words_are_told_by_what_they_answer(tokens
         ({"max_tokens": 0}, "max_tokens = 0: is no number of tokens; use 1 or more"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens differ"),
         ({"stop": [""]}, "stop = ['']: send a text or a list of texts, none empty"),
-        ({"stream": "yes"}, "stream = 'yes': is neither true nor false"),
-        ({"messages": []}, "messages = []: is no list of messages"),
         ({"messages": [{"role": "developer", "content": "x"}]}, "messages[0].role = 'developer'"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content = None: is no"),
         ({"messages": [ASKED | {"name": "Ann"}]}, "messages[0].name: the chat template does not"),
-        ({"messages": [ASKED | {"weight": 1}]}, "messages[0].weight: the chat template does not"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url",
           "image_url": {"url": "http://x/y.png"}}]}]}, "messages[0].content[0] = "),
         ({"messages": [{"role": "user", "content": [{"type": "image_url",
@@ -274,11 +251,8 @@ async def test_fields_that_change_nothing_or_have_the_episodes_value_are_taken(t
     [choice] = made["choices"]
     assert (status, choice["message"]["content"]) == (200, "34")
     assert choice["finish_reason"] == "length"
-    num_given = len(engine.asked[0][0])
     assert "1+2=" in tokens.decode(engine.asked[0][0])
-    assert made["usage"] == {
-        "prompt_tokens": num_given, "completion_tokens": 2, "total_tokens": num_given + 2,
-    }  # fmt: skip
+    assert made["usage"]["total_tokens"] == len(engine.asked[0][0]) + 2
 
 
 async def test_tools_that_the_template_does_not_show_are_refused():
@@ -286,10 +260,6 @@ async def test_tools_that_the_template_does_not_show_are_refused():
     async with served(session_of(Engine(plain, "3"))) as (_, client):
         status, made = await client.post([ASKED], tools=[ADD])
         assert (status, made["error"]["message"][:6]) == (400, "tools:")
-        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-        called = {"role": "assistant", "tool_calls": [call]}
-        status, made = await client.post([ASKED, called])
-        assert "messages[1].tool_calls: the chat template" in made["error"]["message"]
 
 
 async def test_a_text_that_ends_a_reply_is_not_given_out_and_stays_in_the_conversation(tokens):
@@ -337,17 +307,6 @@ async def test_a_stream_shows_signs_of_life_and_has_the_reply_in_one_chunk(token
         assert said["choices"][0]["delta"] == {"role": "assistant", "content": "3"}
         assert text.startswith("data: ")
     assert tokens.decode(engine.asked[1][0]).count(CALL) == 1
-
-
-async def test_an_error_in_the_midst_of_a_stream_is_an_event(tokens, monkeypatch):
-    monkeypatch.setattr(server, "HEARTBEAT_S", 0.05)
-    engine = Engine(tokens, error=EngineLostError("http://x: gone"))
-    engine.may_answer.clear()
-    asyncio.get_running_loop().call_later(0.2, engine.may_answer.set)
-    async with served(session_of(engine)) as (_, client):
-        status, text = await client.text([ASKED])
-    [said] = chunks(text)
-    assert (status, said["error"]["message"]) == (200, "http://x: gone")
 
 
 async def test_trouble_of_engines_is_a_503_and_the_sessions_failure(tokens):
@@ -403,20 +362,13 @@ async def test_without_the_key_of_an_episode_there_is_nothing(tokens):
     async with aiohttp.ClientSession() as http:
         async with served(session_of(engine)) as (place, client):
             assert place.base_url.startswith("http://127.0.0.1:")
-            asked = [
-                ("POST", "/chat/completions"), ("GET", "/models"), ("GET", "/x"), ("PUT", ""),
-            ]  # fmt: skip
             for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": "Bearer "}):
-                for method, path in asked:
+                for method, path in (("POST", "/chat/completions"), ("GET", "/models")):
                     url = place.base_url + path
                     async with http.request(method, url, headers=headers, data=b"{") as said:
-                        assert (
-                            said.status == 401 and "key" in (await said.json())["error"]["message"]
-                        )
+                        assert said.status == 401 and "key" in await said.text()
             async with http.get(f"{place.base_url}/models", headers=client.headers) as said:
                 assert [each["id"] for each in (await said.json())["data"]] == ["policy"]
-            async with http.get(f"{place.base_url}/x", headers=client.headers) as said:
-                assert said.status == 404 and "GET /v1/x" in await said.text()
             async with served(session_of(Engine(tokens, "4"))) as (other, its_client):
                 assert other.base_url == place.base_url and other.api_key != place.api_key
                 assert (await its_client.message([ASKED]))["content"] == "4"

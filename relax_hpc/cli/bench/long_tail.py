@@ -7,8 +7,7 @@ from statistics import NormalDist
 from typing import ClassVar, NamedTuple
 
 from relax_hpc.data.source import Prompt
-from relax_hpc.environments.environment import Outcome
-from relax_hpc.environments.session import Session
+from relax_hpc.environments.session import Outcome, Session
 from relax_hpc.errors import ConfigError
 
 _P99 = NormalDist().inv_cdf(0.99)

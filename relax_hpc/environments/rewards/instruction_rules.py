@@ -170,6 +170,23 @@ _MARKS = "\"'\u201c\u201d\u2018\u2019*_.,;:!?()[]#"
 _CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
+def instructions_of(metadata: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Returns the instructions of a prompt, and their arguments.
+
+    Raises:
+        ValueError: it has none, or the two lists differ in length.
+    """
+    kinds, arguments = metadata.get("instruction_id_list"), metadata.get("kwargs")
+    if not isinstance(kinds, list) or not kinds or not isinstance(arguments, list):
+        raise ValueError(
+            "the line of the data has no lists instruction_id_list and kwargs; it has "
+            f"{', '.join(metadata) or 'nothing else'}"
+        )
+    if len(kinds) != len(arguments):
+        raise ValueError(f"instruction_id_list has {len(kinds)} and kwargs {len(arguments)}")
+    return [(str(kind), each or {}) for kind, each in zip(kinds, arguments, strict=True)]
+
+
 def follows(text: str, kind: str, arguments: Mapping[str, Any]) -> bool:
     """Whether a response follows one instruction; an empty one follows none.
 

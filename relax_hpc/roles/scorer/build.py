@@ -17,6 +17,7 @@ from relax_hpc.bus.durable import Space
 from relax_hpc.bus.plan import ShardRange
 from relax_hpc.bus.reader import BatchIndex, Reader
 from relax_hpc.bus.sidecar import Pending, SidecarWriter
+from relax_hpc.config.actor import columns_by_teacher, component_of
 from relax_hpc.config.model import MegatronConfig, ModelConfig
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import DamagedError
@@ -26,6 +27,8 @@ from relax_hpc.roles.dealing.sight import sight_of
 from relax_hpc.roles.role import ModelRank
 from relax_hpc.roles.scorer import loop
 from relax_hpc.roles.scorer.loop import Ints, Round
+from relax_hpc.roles.teacher.prompts import make_privileged_prompts
+from relax_hpc.roles.teacher.routing import taught_by
 from relax_hpc.roles.training.build import RankStart, sidecar_writer
 from relax_hpc.roles.training.duties import Duties, Floats
 from relax_hpc.runtime.telemetry.events import EventWriter
@@ -67,6 +70,17 @@ class Scoring(NamedTuple):
 
 def of_reference(config: RunConfig) -> Scoring:
     return Scoring(config.reference_model, config.reference_megatron, COLUMN)
+
+
+def of_teacher(config: RunConfig, component: str) -> Scoring:
+    name = next(name for name in config.teachers if component_of(name) == component)
+    teacher, prompts = config.teachers[name], make_privileged_prompts(config, name)
+    return Scoring(
+        teacher.model(config.model),
+        teacher.megatron(config.actor, name),
+        columns_by_teacher(config.teachers)[name],
+        ScoringView(taught_by(config, name), prompts.__getitem__ if prompts else None),
+    )
 
 
 def main(rank: ModelRank[RunConfig], scoring: Scoring) -> None:

@@ -34,11 +34,12 @@ class DocumentFile(NamedTuple):
     rows: DataRows
 
 
-def check(config: SftRunConfig, say: Callable[[str], None]) -> SftRunConfig:
+def check(config: SftRunConfig, shape: Architecture, say: Callable[[str], None]) -> SftRunConfig:
     """Checks that the documents can be trained on; counts the steps of their epochs."""
     files = open_files(config)
     sizes = read(config, files)  # finds most mistakes, before a slow import
-    steps, left_out = check_sample(config, files, sizes, tokenizers.load(config.model.path))
+    tokenizer = tokenizers.load(config.model.path, shape.model_type)
+    steps, left_out = check_sample(config, files, sizes, tokenizer, shape)
     if left_out:
         say(left_out)
     return config.model_copy(update={"sft": config.sft.model_copy(update={"num_steps": steps})})
@@ -89,6 +90,7 @@ def check_sample(
     files: Sequence[DocumentFile],
     sizes: Sequence[Sequence[int]],
     tokenizer: "PreTrainedTokenizerBase",
+    shape: Architecture | None = None,
 ) -> tuple[int, str | None]:
     """Tokenizes some documents, the longest among them; all, if the steps have to be counted.
 
@@ -103,7 +105,7 @@ def check_sample(
     """
     counts = config.sft.tokens_per_step is not None and config.sft.epochs is not None
     chosen = [sample(each, len(each) if counts else SAMPLE) for each in sizes]
-    lengths = _check(config, files, tokenizer, chosen)
+    lengths = _check(config, files, tokenizer, chosen, shape)
     documents = Documents(files[0].path, tokenizer, config.sft, files[0].rows)
     steps = count_steps(config.sft, documents, lengths[0])
     return steps, describe_left_out(chosen, sizes, "documents", "anything is trained on")
@@ -121,7 +123,7 @@ def check_share(
     _check(config, files, tokenizer, [share.rows(len(each.rows)) for each in files])
 
 
-def check_lengths(config: SftRunConfig, longest: int) -> None:
+def check_lengths(config: SftRunConfig, shape: Architecture, longest: int) -> None:
     """Checks that the longest document fits a micro-batch, a step and the model's positions."""
     budget, step = config.actor.tokens_per_micro_batch, config.sft.tokens_per_step
     if longest > budget:
@@ -134,7 +136,6 @@ def check_lengths(config: SftRunConfig, longest: int) -> None:
             f"sft.tokens_per_step = {step}: the longest document has {longest} tokens; "
             f"use {longest} or more, or lower sft.max_tokens"
         )
-    shape = read_architecture(config.model.path)
     if longest > shape.max_positions:
         raise ConfigError(
             f"sft.max_tokens = {config.sft.max_tokens}: the longest document has {longest} tokens "
@@ -147,16 +148,17 @@ def _check(
     files: Sequence[DocumentFile],
     tokenizer: "PreTrainedTokenizerBase",
     chosen: Sequence[Sequence[int]],
+    shape: Architecture | None = None,
 ) -> list[list[int]]:
-    vocab_size = read_architecture(config.model.path).vocab_size
+    shape = shape or read_architecture(config.model.path)
     lengths = []
     for (key, path, rows), indices in zip(files, chosen, strict=True):
-        documents = Documents(path, tokenizer, config.sft, rows, vocab_size)
+        documents = Documents(path, tokenizer, config.sft, rows, shape.vocab_size)
         with naming(key):
             lengths.append([len(documents.document(index).token_ids) for index in indices])
             count = config.sft.heldout_documents if key == "sft.heldout" else len(documents)
             _check_left(config, documents, count)
-    check_lengths(config, max((length for each in lengths for length in each), default=0))
+    check_lengths(config, shape, max((length for each in lengths for length in each), default=0))
     return lengths
 
 

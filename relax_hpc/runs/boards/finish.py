@@ -14,7 +14,6 @@ from relax_hpc.launch.script import batch_log
 from relax_hpc.runs import status, summary, verdict
 from relax_hpc.runs.boards.notify import Notifier
 from relax_hpc.runs.boards.run_board import RunBoard, is_complete
-from relax_hpc.runtime.files import permissions, storage
 from relax_hpc.runtime.paths import RunPaths
 
 
@@ -24,11 +23,7 @@ def main() -> None:
     parser.add_argument("--exit-code", type=int, default=0, help="of the components")
     parser.add_argument("--ended", action="append", default=[], help="COMPONENT=EXIT_CODE")
     args = parser.parse_args()
-    storage.settle()
-    paths = RunPaths(args.run_dir)
-    permissions.enter(paths)
-    config = job_file.read_resolved(paths.config)
-    storage.settle(config.launch.advanced.peer_timeout_s, reserve=paths.reserve)
+    paths, config = job_file.enter_run(args.run_dir)
     found = summary.write(args.run_dir)
     complete(paths, config, failed=args.exit_code != 0)
     tell(paths, config, found["steps_done"], failed=args.exit_code != 0, ended=args.ended)

@@ -66,20 +66,14 @@ def main() -> None:
     from relax_hpc.config import job_file
     from relax_hpc.runs.boards.export import Export
     from relax_hpc.runs.boards.run_board import Board, RunBoard
-    from relax_hpc.runtime.files import permissions, storage
-    from relax_hpc.runtime.paths import RunPaths
     from relax_hpc.runtime.process import ProcessId
     from relax_hpc.runtime.telemetry import logs
 
-    storage.settle()
-    paths = RunPaths(args.run_dir)
-    permissions.enter(paths)
     logs.setup_beside_script("boards", logging.WARNING)
     if os.getppid() != args.controller:  # it has ended already
         return
     controller = ProcessId.of(args.controller)
-    config = job_file.read_resolved(paths.config)
-    storage.settle(config.launch.advanced.peer_timeout_s, reserve=paths.reserve)
+    paths, config = job_file.enter_run(args.run_dir)
     board: Board
     if args.to == "tensorboard":
         board = RunBoard(paths, config)

@@ -40,7 +40,6 @@ from relax_hpc.runs.scale.records import (
     ScaleRequest,
     ScaleState,
 )
-from relax_hpc.runtime.files import permissions, storage
 from relax_hpc.runtime.files.records import read_bytes, write_json_once
 from relax_hpc.runtime.files.storage import exists, patiently
 from relax_hpc.runtime.paths import RunPaths
@@ -422,15 +421,11 @@ _END_S = 8.0
 
 def main() -> None:
     args = _parse()
-    storage.settle()
-    paths = RunPaths(args.run_dir)
-    permissions.enter(paths)
     logs.setup_beside_script("scaler", logging.INFO)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    config = job_file.read_resolved(paths.config)
+    paths, config = job_file.enter_run(args.run_dir)
     assert isinstance(config, RunConfig)
-    storage.settle(config.launch.advanced.peer_timeout_s, reserve=paths.reserve)
     attempt = requeue.attempt_of(args.job_id)
     steps = (
         LocalSteps(config, paths, args.controller, attempt)

@@ -1,6 +1,7 @@
 """Llama 2 and 3, and models of their form (SmolLM2, distillations into Llama, Mistral).
 
-They are Qwen3 without norms of queries and keys. Mistral's layers may have a sliding window.
+They are Qwen3 without norms of queries and keys. Mistral's layers may have a sliding window. Qwen2
+and Qwen2.5 have biases of queries, keys and values.
 """
 
 from collections.abc import Iterator
@@ -60,3 +61,29 @@ def read_mistral(config: ConfigJson) -> Architecture:
 
 
 MISTRAL = Family("mistral", "MistralForCausalLM", read_mistral, transformer, parameters)
+
+
+def _transformer_qwen2(shape: Architecture) -> dict[str, Any]:
+    return transformer(shape) | {"add_qkv_bias": True}
+
+
+def _parameters_qwen2(shape: Architecture) -> Iterator[Parameter]:
+    return qwen3.model(shape, lambda _: (*_attention_qwen2(shape), *qwen3.dense_mlp(shape)))
+
+
+def _attention_qwen2(shape: Architecture) -> Iterator[Parameter]:
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    yield from attention(shape)
+    yield Parameter(
+        ("self_attention.linear_qkv.bias",),
+        {
+            "self_attn.q_proj.bias": (queries,),
+            "self_attn.k_proj.bias": (keys,),
+            "self_attn.v_proj.bias": (keys,),
+        },
+        "rows",
+        groups=shape.num_kv_heads,
+    )
+
+
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", qwen3.read_shape, _transformer_qwen2, _parameters_qwen2)

@@ -1,10 +1,10 @@
-"""Qwen3-VL: Qwen3 with a vision encoder, and positions in time, y and x."""
+"""Qwen3-VL: Qwen3, dense or with experts, with a vision encoder, and positions in time, y and x."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from relax_hpc.config.hf_config import ConfigJson, Table
-from relax_hpc.trainer.models import qwen3
+from relax_hpc.trainer.models import qwen3, qwen3_moe
 from relax_hpc.trainer.models.architecture import Architecture, Family, VisionArchitecture
 from relax_hpc.trainer.models.fields import QWEN3_HEAD_DIM
 from relax_hpc.trainer.models.names import Parameter, Shape
@@ -140,4 +140,26 @@ def norm(name: str, channels: int) -> Iterator[tuple[str, Shape]]:
 
 FAMILY = Family(
     "qwen3_vl", "Qwen3VLForConditionalGeneration", read, qwen3.transformer, parameters,
+)  # fmt: skip
+
+
+def _read_moe(config: ConfigJson) -> Architecture:
+    text = config.table("text_config")
+    # transformers shares a weight of 1 among a token's experts, whatever is written.
+    if not text.flag("norm_topk_prob", True):
+        raise text.make_error("norm_topk_prob", "only true is supported: transformers does so")
+    dense = qwen3.read_shape(text, sees=True, rope_base=ROPE_BASE)
+    experts = replace(qwen3_moe.read_experts(text, dense.num_layers), norm_topk_prob=True)
+    return seeing(config, replace(dense, experts=experts))
+
+
+def _parameters_moe(shape: Architecture) -> Iterator[Parameter]:
+    yield from tower(shape)
+    for parameter in in_language(qwen3_moe.parameters(shape)):
+        yield replace(parameter, transposed=bool(parameter.fused))
+
+
+MOE = Family(
+    "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", _read_moe,
+    qwen3_moe.transformer, _parameters_moe, qwen3_moe.DEFAULTS, fuses_experts=True,
 )  # fmt: skip

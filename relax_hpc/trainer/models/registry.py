@@ -14,12 +14,10 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.trainer.models import (
     fields,
     llama,
-    qwen2,
     qwen3,
     qwen3_moe,
     qwen3_omni_moe,
     qwen3_vl,
-    qwen3_vl_moe,
 )
 from relax_hpc.trainer.models.architecture import Architecture, Family
 from relax_hpc.trainer.models.names import Parameter
@@ -29,24 +27,26 @@ FAMILIES: dict[str, Family] = {
     for family in (
         llama.FAMILY,
         llama.MISTRAL,
-        qwen2.FAMILY,
+        llama.QWEN2,
         qwen3.FAMILY,
         qwen3_moe.FAMILY,
         qwen3_vl.FAMILY,
-        qwen3_vl_moe.FAMILY,
+        qwen3_vl.MOE,
         qwen3_omni_moe.FAMILY,
     )
 }
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Reads config.json of a Hugging Face folder.
+    """Reads config.json of a Hugging Face folder; raises as `architecture_of`."""
+    return architecture_of(ConfigJson(folder))
 
-    Raises:
-        ConfigError: no such file, a missing or wrong key, or a model outside `FAMILIES` or that the
-            trainer would compute differently from transformers.
+
+def architecture_of(config: ConfigJson) -> Architecture:
+    """Raises:
+    ConfigError: no such file, a missing or wrong key, or a model outside `FAMILIES` or that the
+        trainer would compute differently from transformers.
     """
-    config = ConfigJson(folder)
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise ConfigError(

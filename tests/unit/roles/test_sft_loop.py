@@ -13,8 +13,7 @@ from relax_hpc.config.run import SftRunConfig
 from relax_hpc.data.documents import Document
 from relax_hpc.errors import TrainingError
 from relax_hpc.roles.sft import loop as sft
-from relax_hpc.roles.sft.build import deal
-from relax_hpc.roles.sft.loop import HeldoutLoss, RankBatch, heldout_loss
+from relax_hpc.roles.sft.loop import HeldoutLoss, RankBatch, deal, heldout_loss
 from relax_hpc.runtime.comm.world import SoloWorld
 
 
@@ -108,12 +107,6 @@ def test_a_run_measures_first_then_trains_measures_when_due_saves_and_exports_th
     assert "time/train" not in fields and "time/save" in fields
 
 
-def test_without_a_period_only_the_first_and_the_last_policy_are_measured():
-    journal = Journal()
-    run(journal, heldout_every=0)
-    assert [entry[1] for entry in journal.of("measured")] == [0, 3]
-
-
 def test_a_resumed_run_does_not_measure_the_first_policy_again_and_a_finished_one_only_exports():
     journal = Journal()
     run(journal, step=2, heldout_every=0)
@@ -122,12 +115,6 @@ def test_a_resumed_run_does_not_measure_the_first_policy_again_and_a_finished_on
     journal.clear()
     run(journal, step=3)
     assert [entry[0] for entry in journal] == ["gather", "gathered", "export"]
-
-
-def test_without_held_out_documents_nothing_is_measured():
-    journal = Journal()
-    run(journal, rank0=Rank0(journal, heldout=False), heldout_every=1)
-    assert not journal.of("forward", "measured")
 
 
 def test_updates_that_are_skipped_too_often_end_the_run():
@@ -214,11 +201,3 @@ def test_documents_are_dealt_with_each_micro_batch_naming_rows_of_its_own_share(
         assert sorted(n for rows in share.micro_batches for n in rows) == [*range(len(share.rows))]
         for rows in share.micro_batches:
             assert sum(len(share.rows[n].token_ids) for n in rows) <= 12
-
-
-def test_a_document_is_a_row_that_nobody_sampled():
-    (share,) = deal(config().actor, [given := document(6, 5, 2)])
-    (made,) = share.rows
-    assert (made.guid, made.sibling, made.columns) == (6, 0, {})
-    assert made.token_ids is given.token_ids and made.loss_mask is given.loss_mask
-    assert made.version_runs.shape == (0, 2)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from relax_hpc.environments.rewards.answers import final_text
-from relax_hpc.environments.rewards.functions.ifeval import instructions_of
+from relax_hpc.environments.rewards.instruction_rules import instructions_of
 from relax_hpc.errors import ConfigError, first_line
 
 REGISTRY = "ifbench.instructions_registry"

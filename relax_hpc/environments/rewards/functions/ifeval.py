@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from relax_hpc.environments.rewards.answers import final_text
-from relax_hpc.environments.rewards.instruction_rules import follows
+from relax_hpc.environments.rewards.instruction_rules import follows, instructions_of
 
 
 def score(
@@ -32,20 +32,3 @@ def score(
         follows(final_text(response, in_thought), *each) for each in instructions_of(metadata)
     ]
     return float(all(followed)) if level == "prompt" else sum(followed) / len(followed)
-
-
-def instructions_of(metadata: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Returns the instructions of a prompt, and their arguments.
-
-    Raises:
-        ValueError: it has none, or the two lists differ in length.
-    """
-    kinds, arguments = metadata.get("instruction_id_list"), metadata.get("kwargs")
-    if not isinstance(kinds, list) or not kinds or not isinstance(arguments, list):
-        raise ValueError(
-            "the line of the data has no lists instruction_id_list and kwargs; it has "
-            f"{', '.join(metadata) or 'nothing else'}"
-        )
-    if len(kinds) != len(arguments):
-        raise ValueError(f"instruction_id_list has {len(kinds)} and kwargs {len(arguments)}")
-    return [(str(kind), each or {}) for kind, each in zip(kinds, arguments, strict=True)]
