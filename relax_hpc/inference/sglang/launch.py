@@ -1,12 +1,15 @@
-"""Builds the command line of a stock SGLang server, on GPU or CPU, and reads its log."""
+"""Builds the command line of a stock SGLang server, on GPU or CPU; holds workers, reads its log."""
 
 import argparse
 import difflib
 import importlib.util
 import json
+import os
 import re
 import sys
+import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -28,6 +31,7 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
 
 GATE = "--gate"
 """Our own argument: a file whose existence lets the server take its GPUs."""
+_POLL_S = 0.05
 _PROCESSORS = "relax_hpc.inference.sglang.processors"
 _MODELS = "relax_hpc.inference.sglang.models"
 
@@ -360,3 +364,37 @@ def remedy(output: str, engine_args: PassThrough, pool: str = "engines.rollout")
     if port_taken(output):
         return "a port was taken by somebody else"
     return ""
+
+
+def hold_workers(gate: Path) -> None:
+    """Makes this process's SGLang workers load their modules at once, and take no GPU before `gate`
+    exists.
+
+    SGLang starts them by the name of a function, which `serve`, run as `__main__`, cannot give.
+    """
+    from sglang.srt.entrypoints import http_server
+
+    worker = partial(_worker, gate, os.getpid())
+    http_server.launch_server = partial(
+        http_server.launch_server, run_scheduler_process_func=worker
+    )
+
+
+def _worker(gate: Path, server: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    """Runs SGLang's own worker once `gate` exists; ends if `server` does."""
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    controllers = os.getppid()  # the server, or what it starts workers with
+    while not gate.exists():
+        if os.getppid() != controllers or not _lives(server):
+            raise SystemExit(1)
+        time.sleep(_POLL_S)
+    return run_scheduler_process(*args, **kwargs)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -10,8 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from relax_hpc.inference.sglang import gate
-from relax_hpc.inference.sglang.launch import GATE, read_token
+from relax_hpc.inference.sglang.launch import GATE, hold_workers, read_token
 from relax_hpc.runtime.process import tell_stacks
 
 
@@ -22,7 +21,7 @@ def main() -> None:
         place = sys.argv.index(GATE)
         _, file = sys.argv[place : place + 2]
         del sys.argv[place : place + 2]
-        gate.install(Path(file))
+        hold_workers(Path(file))
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 
