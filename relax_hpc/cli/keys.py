@@ -76,7 +76,8 @@ def matching(section: str) -> list[Key]:
     if found:
         return found
     names = {name for key in known for name in _prefixes(key.name)}
-    same = [key.name for key in known if key.name.endswith(f".{section}")]
+    plain = {key.name: key.name.replace(".advanced.", ".") for key in known}
+    same = [key for key, said in plain.items() if f".{said}".endswith(f".{section}")]
     if not 1 <= len(same) <= _FEW:
         close = nearest(section, names)
         same = [] if close else [key.name for key in known if section.lower() in key.name]

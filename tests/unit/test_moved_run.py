@@ -74,21 +74,26 @@ def without_advanced(tree):
     return found
 
 
-def test_a_run_of_before_keys_became_advanced_goes_on_and_shows_only_what_was_changed(tmp_path):
+def test_the_job_of_a_run_of_before_keys_became_advanced_is_read_as_it_was(tmp_path):
     job = job_of(
         run_root=str(tmp_path), algorithm__preset="ppo", critic={"advanced": {"value_clip": 0.5}},
         engines__judge__advanced__drain_slow=True, engines__rollout__advanced__hang_timeout_s=9,
         launch__advanced={"share": "group", "idle_s": 7}, actor__advanced__attention="sdpa",
     )  # fmt: skip
     paths = RunPaths(job.run_dir)
-    stored = job.model_dump(mode="json")
-    write_json(paths.config, without_advanced(stored))
+    write_json(paths.config, without_advanced(job.model_dump(mode="json")))
     assert read_resolved(paths.config) == job
-    write_json(paths.config_before(2), without_advanced(stored))
-    stored["actor"]["advanced"]["attention"] = "cudnn"
+
+
+def test_such_a_run_is_resumed_and_what_it_was_before_shows_only_what_was_changed(slurm):
+    slurm.leaves(1)
+    paths = RunPaths(slurm.run_dir)
+    stored = without_advanced(read_json(paths.config))
     write_json(paths.config, stored)
+    resume(slurm.run_dir, overrides=["launch.advanced.peer_timeout_s=77"], ended=True)
+    write_json(paths.config_before(2), stored)  # as one that was resumed then has it
     [changed] = changes.of_run(paths)
-    assert changed.keys == {"actor.advanced.attention": ("sdpa", "cudnn")}
+    assert changed.keys == {"launch.advanced.peer_timeout_s": (1800, 77)}
 
 
 def test_a_run_that_is_reached_by_a_link_keeps_its_name_and_place(tmp_path, made):
