@@ -226,7 +226,7 @@ def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, mo
     fake(monkeypatch, sft_task.saving, journal, "checkpoints_of", "resume", resume=resumed)
     last_save = SimpleNamespace(close=lambda: journal.note("last save closed"))
     fake(monkeypatch, sft_task, journal, "LastSave", LastSave=last_save)
-    fake(monkeypatch, sft_task.loop, journal, "run")
+    fake(monkeypatch, sft_task, journal, "run")
     monkeypatch.setattr(training.torch.distributed, "destroy_process_group", lambda: None)
     task = replace(context(), end="the time limit")
     sft_task.main(ModelRank(SFT, paths, World(rank, journal), task, events))
@@ -244,7 +244,7 @@ def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, mo
     assert (saved, by, ending is None) == ("trainer_of", made, rank != 0)
     assert end == "the time limit"
     if rank:
-        assert type(duties) is sft_task.loop.SftDuties and saves is None and not events.all
+        assert type(duties) is sft_task.SftDuties and saves is None and not events.all
         return
     assert duties is saves is rank0 and events.of("end") == [{}]
     [(_, (_, _, documents, heldout, _, position), _)] = journal.of("SftRank0")
