@@ -218,6 +218,14 @@ def standing(member: Member | None, roster: Roster | None) -> Standing:
     return entry.state
 
 
+def reason_of(member: Member | None, roster: Roster | None) -> str:
+    """Returns why an engine is in its state, as its owner or the trainer that fenced it says."""
+    if member is None or member.reason or roster is None:
+        return member.reason if member else ""
+    entry = roster.entry(member.id, member.start)
+    return entry.reason if entry else ""
+
+
 def give(paths: RunPaths, attempt: str, holder: Literal["trainer", "engines"]) -> None:
     """Gives the lease; one of an earlier attempt of the job is void."""
     write_json(paths.lease, {"attempt": attempt, "holder": holder})

@@ -182,7 +182,7 @@ def text(run: RunStatus) -> str:
 def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
     done = run.progress
     rows = [("steps", f"{done['steps_done']} of {done['num_steps']}" + _pace(run))]
-    rows = [*_verdict(run), *_times(run), *_doing(run), *rows, *_changes(done["changes"])]
+    rows = [*_verdict(run), *_times(run), *doing(run), *rows, *_changes(done["changes"])]
     rows += _torn(done["torn_checkpoints"]) + _redone(done["redone"])
     rows += _describe_announced_ends(done["announced_ends"])
     rows += _parameters(done["parameters"])
@@ -197,7 +197,7 @@ def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
     return [f"  {name:<{width}} {value}" for name, value in rows if value]
 
 
-def _doing(run: RunStatus) -> list[tuple[str, str]]:
+def doing(run: RunStatus) -> list[tuple[str, str]]:
     """Describes the tasks of each component, equal ones together."""
     rows = []
     for component in dict.fromkeys(each.component for each in run.doing):

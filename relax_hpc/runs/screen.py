@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relax_hpc.launch import states
-from relax_hpc.runs import status
+from relax_hpc.runs import report, status
 from relax_hpc.runs.status import RunStatus, Watch
 from relax_hpc.runtime.telemetry import history
 from relax_hpc.runtime.telemetry.events import Event
@@ -65,6 +65,7 @@ def frame(run_dir: Path, seen: Watch) -> RenderableType:
     found = status.gather(run_dir, seen.launches())
     run, events = status.judge(found), found.events
     parts: list[RenderableType] = [_head(run), *_curve(events), _components(run)]
+    parts += [Text(printable(said)) for _, said in report.doing(run)]
     if run.engines:
         parts.append(_engines(run, events))
     return Group(*parts)

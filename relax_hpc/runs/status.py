@@ -13,7 +13,7 @@ from relax_hpc.config.engines import ROLLOUT, follows_policy
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.inference import members
-from relax_hpc.inference.members import ENDED, Roster, Standing, standing
+from relax_hpc.inference.members import ENDED, Roster, Standing, reason_of, standing
 from relax_hpc.inference.pool_client import slow as slow_of
 from relax_hpc.launch import record, states
 from relax_hpc.launch.local import processes
@@ -565,17 +565,18 @@ def _of_initial(
         version if follows_policy(pool) else "fixed",
         record.stat().st_mtime if member else None,
         None,
-        member.reason if member and member.state in ("STARTING", "WAITING") else "",
+        reason_of(member, roster),
     )
 
 
 def _of_extra(paths: RunPaths, extra: Extra, roster: Roster | None) -> EngineRow:
-    state, version = extra.state, None
+    state, version, reason = extra.state, None, extra.reason
     if extra.process and not extra.ended and not extra.ending:
-        state = standing(members.find(paths, extra.id), roster)
+        member = members.find(paths, extra.id)
+        state, reason = standing(member, roster), reason or reason_of(member, roster)
     if roster and extra.id in roster.members and not extra.ended:
         version = roster.members[extra.id].version
-    return EngineRow(ROLLOUT, extra.id, state, extra.node, version, extra.since, None, extra.reason)
+    return EngineRow(ROLLOUT, extra.id, state, extra.node, version, extra.since, None, reason)
 
 
 def _over(row: EngineRow) -> EngineRow:

@@ -22,7 +22,7 @@ FACTOR = 5.0
 LEARNED_AFTER = 3
 """A phase's limit is learned after this many times; before, it is the highest."""
 _NAME = 48
-_BEAT = struct.Struct(f"=Qddq?{_NAME}s")
+_BEAT = struct.Struct(f"=Qdddq?{_NAME}s")
 _HOLDS = struct.Struct("=Q")
 _HOLDS_AT = _BEAT.size
 
@@ -36,6 +36,9 @@ class Beat(NamedTuple):
     """Seconds that may pass before the next beat."""
     step: int
     phase: str
+    """Its name, or what the task said that it does in it."""
+    began: float
+    """time.monotonic() when that began."""
     waits: bool
     """Whether it waits for others, or for storage."""
 
@@ -45,10 +48,10 @@ class Beat(NamedTuple):
         seen = memory[: _HOLDS_AT + _HOLDS.size]
         while (again := memory[: len(seen)]) != seen:
             seen = again
-        counter, since, limit_s, step, waits, name = _BEAT.unpack_from(seen)
+        counter, since, limit_s, began, step, waits, name = _BEAT.unpack_from(seen)
         (holds,) = _HOLDS.unpack_from(seen, _HOLDS_AT)
         phase = name.rstrip(b"\0").decode(errors="replace")
-        return cls(counter, since, limit_s, step, phase, waits or holds > 0)
+        return cls(counter, since, limit_s, step, phase, began, waits or holds > 0)
 
 
 class _PhaseTimes:
@@ -67,7 +70,8 @@ class _Heart:
         self.phases: list[tuple[str, bool]] = [("start", False)]
         self.seen: dict[str, _PhaseTimes] = {}
         self.counter, self.step, self.holds = 0, 0, 0
-        self.since = time.monotonic()
+        self.since = self.began = time.monotonic()
+        self.said = ""
         self.write()
 
     def write(self) -> None:
@@ -78,9 +82,13 @@ class _Heart:
             limit_s = min(max(self.least_s, FACTOR * seen.longest_s), self.most_s)
         self.counter += 1
         _BEAT.pack_into(
-            self.memory, 0, self.counter, self.since, limit_s, self.step, waits,
-            name.encode()[:_NAME],
+            self.memory, 0, self.counter, self.since, limit_s, self.began, self.step, waits,
+            (self.said or name).encode()[:_NAME],
         )  # fmt: skip
+
+    def say(self, what: str) -> None:
+        self.said, self.began = what, time.monotonic()
+        self.write()
 
     def beat(self) -> None:
         now, seen = time.monotonic(), self.seen.setdefault(self.phases[-1][0], _PhaseTimes())
@@ -125,7 +133,7 @@ def phase(name: str, *, waits: bool = False) -> Iterator[None]:
         return
     heart.beat()
     heart.phases.append((name, waits))
-    heart.write()
+    heart.say("")
     try:
         yield
     finally:
@@ -133,7 +141,7 @@ def phase(name: str, *, waits: bool = False) -> Iterator[None]:
         heart.phases.pop()
         if heart.step and len(heart.phases) == 1:
             heart.phases = [("between phases", False)]
-        heart.write()
+        heart.say("")
 
 
 def beat() -> None:
@@ -141,6 +149,12 @@ def beat() -> None:
     if heart := _own():
         heart.beat()
         heart.write()
+
+
+def say(what: str) -> None:
+    """Tells what the task does in its phase, whose limit stays."""
+    if (heart := _own()) and heart.said != what:
+        heart.say(what)
 
 
 def at_step(step: int) -> None:
@@ -186,7 +200,7 @@ class Doing(NamedTuple):
     step: int
     """0 outside of steps."""
     seconds: float
-    """Since its last heartbeat."""
+    """Since it began to do that."""
     time: float
     """Time of this record, seconds since 1970; by the file server's clock when read."""
 

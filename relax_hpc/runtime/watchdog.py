@@ -219,9 +219,9 @@ class Watchdog:
             self._looked = time.monotonic()
 
     def _work(self, beat: Beat) -> Doing:
-        orders, silent_s = self._orders, round(self._silent_s(beat), 1)
+        orders, seconds = self._orders, round(time.monotonic() - beat.began, 1)
         return Doing(
-            orders.component, orders.rank, orders.node, beat.phase, beat.step, silent_s, time.time()
+            orders.component, orders.rank, orders.node, beat.phase, beat.step, seconds, time.time()
         )
 
     def _has_ended(self, wait_s: float) -> bool:

@@ -1,7 +1,5 @@
 """A run that is followed and tells nothing for a while: a line on what it is at."""
 
-import json
-import time
 from types import SimpleNamespace
 
 import fake_slurm
@@ -82,33 +80,6 @@ def test_status_says_why_an_engine_is_fenced_or_has_failed(run):
     assert "rollout-1 engine of rollout, failed: it ended 3 times\n" in text
     assert "rollout-2 engine of rollout, healthy\n" in text
     assert said(paths).startswith(f"engine rollout-0 fenced ({why});")
-
-
-def test_prompts_of_an_evaluation_that_nobody_beside_trains_are_counted_over_tasks(run):
-    held = {"path": "h", "num_prompts": 10, "samples_per_prompt": 2}
-    paths = job(run, count=2, eval={"hard": held, "easy": held})
-    for rank in range(2):
-        announce(paths, f"rollout-{rank}", "HEALTHY")
-    assert said(paths) == "batch 1: 0 of 8 responses"
-    part = paths.eval_part("hard", "before", 0, 0, 2)
-    part.parent.mkdir(parents=True)
-    part.write_text("[]\n[]\n[")
-    batch = "; batch 1: 0 of 8 responses"
-    assert said(paths) == f"held-out before: 2 of up to 10 prompts (hard){batch}"
-    done = {"event": "eval", "name": "hard", "when": "before", "rank": 1, "num_samples": 10,
-            "headline": True, "correct": 1.0, "version": 0, "number": 0, "tasks": 2}  # fmt: skip
-    paths.events("rollout", 1).parent.mkdir(exist_ok=True)
-    paths.events("rollout", 1).write_text(json.dumps(done | {"time": time.time()}) + "\n")
-    assert said(paths) == f"held-out before: 7 of up to 10 prompts (hard){batch}"
-    write_steps(paths.root, {"step": 1, "num_trajectories": 8})
-    assert said(paths) == "batch 2: 0 of 8 responses", "training goes on beside it"
-    write_steps(paths.root, {"step": 30, "num_trajectories": 8})
-    paths.eval_part("hard", "after", 30, 1, 2).write_text("[]\n")
-    assert said(paths) == "held-out after: 1 of up to 10 prompts (hard)"
-    ended = done | {"when": "after", "number": 20}  # with fewer steps
-    with paths.events("rollout", 1).open("a") as events:
-        events.write(json.dumps(ended | {"time": time.time()}) + "\n")
-    assert said(paths) == "held-out after: 1 of up to 10 prompts (hard)"
 
 
 def test_the_next_batch_is_what_is_committed_and_not_trained_on(run):

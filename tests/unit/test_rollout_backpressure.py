@@ -23,6 +23,7 @@ from relax_hpc.bus.log import RecordKind, read_log
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.bus.staleness import mask_over_age
 from relax_hpc.data.source import Prompt
 from relax_hpc.inference.members import Member, Roster, RosterEntry
 from relax_hpc.inference.pool_client import engine_state
@@ -30,7 +31,7 @@ from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.roles.rollout.episodes import seed_of
 from relax_hpc.roles.rollout.folders import Folders
 from relax_hpc.runtime.paths import BusPaths, RunPaths
-from relax_hpc.schema import PromptGroup
+from relax_hpc.schema import PromptGroup, Trajectory
 
 PROMPTS, SIBLINGS = 4, 2
 EXPERTS = np.arange(8, dtype=np.int16).reshape(2, 4)  # 2 tokens, 2 layers x 2 experts
@@ -292,3 +293,41 @@ def test_only_an_engine_whose_records_agree_on_the_newest_policy_is_sent_request
     record, known, own, expected
 ):
     assert engine_state(record, known, own=own) == expected
+
+
+def aged(version_runs, loss_mask):
+    made = role_fakes.row(prompt=2, response=len(loss_mask) - 2, mask=loss_mask)
+    return made._replace(version_runs=np.array(version_runs, np.int32).reshape(-1, 2))
+
+
+# tokens 0-1 given; 2-4 by policy 5, of which 3 is a tool's; 5-6 by policy 6, 7 by policy 7
+RUNS, MASK = [(2, 5), (5, 6), (7, 7)], [0, 0, 1, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("step", "max_staleness", "expected"),
+    [
+        (8, 2, [0, 0, 1, 0, 1, 1, 1, 1]),  # 8 - 1 - 5 = 2: just young enough
+        (8, 1, [0, 0, 0, 0, 0, 1, 1, 1]),
+        (9, 2, [0, 0, 0, 0, 0, 1, 1, 1]),
+        (8, 0, [0, 0, 0, 0, 0, 0, 0, 1]),  # on-policy: only what policy 7 sampled
+        (20, 2, [0] * 8),
+    ],
+)
+def test_tokens_of_policies_beyond_the_bound_leave_the_loss(step, max_staleness, expected):
+    masked = mask_over_age(aged(RUNS, MASK), step=step, max_staleness=max_staleness)
+    assert masked.loss_mask.tolist() == expected
+
+
+def test_only_the_mask_changes_and_only_in_a_copy():
+    before = aged(RUNS, MASK)
+    masked = mask_over_age(before, step=8, max_staleness=0)
+    assert before.loss_mask.tolist() == MASK
+    for name in Trajectory._fields:
+        assert name == "loss_mask" or getattr(masked, name) is getattr(before, name)
+
+
+def test_a_policy_that_samples_again_after_a_restart_is_judged_by_its_run():
+    """An engine that was given older weights: the last run is older than the one before."""
+    masked = mask_over_age(aged([(2, 7), (5, 4)], MASK), step=8, max_staleness=1)
+    assert masked.loss_mask.tolist() == [0, 0, 1, 0, 1, 0, 0, 0]

@@ -73,13 +73,6 @@ def test_numbers_of_a_timeline_are_those_of_its_steps(run_dir):
     # From 5 to 30: a stood still for 0.7 and 1.5, b for 0.7 of it.
     assert whole.paused_share == pytest.approx(2.2 / 25)
     assert whole.between_s == pytest.approx(25 - 24)
-    lines = timeline.text(found).splitlines()
-    assert lines[0] == "steps 2 to 2: 10.00 s each (means)"
-    assert lines[2].split() == ["wait", "2.00", "20.0%"]
-    assert lines[-1].endswith("engines paused 1500 ms each, 15.00% of the time")
-    assert not any(line.startswith("between") for line in lines)
-    lines = timeline.text(whole).splitlines()
-    assert "between steps: 1 s of starts, pauses, and what was lost" in lines
 
 
 def test_what_only_some_steps_do_is_in_the_table(tmp_path):
@@ -92,16 +85,6 @@ def test_what_only_some_steps_do_is_in_the_table(tmp_path):
     found = timeline.summary(timeline.read(run))
     assert found.phases == {"wait": 8.0, "save": 4.0}
     assert sum(found.phases.values()) == found.seconds_per_step and found.between_s == 0
-
-
-def test_of_a_step_that_was_trained_again_the_newest_phases_count(run_dir):
-    found = timeline.read(run_dir, first=2, last=2)
-    assert [tuple(phase) for phase in found.phases["actor"]] == [
-        ("wait", 10.0, 2.0), ("train", 12.0, 5.0), ("publish", 17.0, 3.0),
-    ]  # fmt: skip
-    assert list(found.phases) == ["actor", "reference"]
-    whole = timeline.read(run_dir)
-    assert [tuple(pause) for pause in whole.pauses["b"]] == [("update", 9.1, pytest.approx(0.7))]
 
 
 def waits(step, rank=0, **seconds):

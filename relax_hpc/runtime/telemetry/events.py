@@ -18,7 +18,7 @@ from relax_hpc.runtime.files.records import finite
 from relax_hpc.runtime.telemetry.event_table import EVENTS, find_undeclared
 
 Event = dict[str, Any]
-FREQUENT = ("load", "phases", "shard")
+FREQUENT = ("load", "phases", "shard", "waits")
 """Frequent kinds, which make up nearly all of a long run's events."""
 _NEWEST_BYTES = 1 << 20
 

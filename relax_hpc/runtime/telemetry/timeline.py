@@ -237,6 +237,8 @@ class Timeline(NamedTuple):
     """Rates by engine, summed over all rollout tasks."""
     pauses: dict[str, list[Phase]]
     """Weight updates by engine."""
+    waits: list[Event]
+    """Of these steps."""
     start: Start | None = None
     """The start before the first of these steps, if any."""
     clocks: Mapping[str, float] = MappingProxyType({})
@@ -266,6 +268,8 @@ class Summary(NamedTuple):
     """Median seconds of an update."""
     paused_share: float
     """Share of the time that the engine with the longest pauses was paused."""
+    rollout: dict[str, float]
+    """Mean seconds per step of a rollout task, by what it did or waited for."""
     start_s: float | None = None
     """Seconds from the start of the tasks to the first step, if a start precedes it."""
     start: Sequence[TimelineEntry] = ()
@@ -321,7 +325,9 @@ def read(run_dir: Path, *, first: int | None = None, last: int | None = None) ->
             by_name[name] = [p for p in noted if p.start < end and p.start + p.seconds > begin]
     loads = history.loads(events)
     rates = _rates([e for e in loads if begin < e["time"] and e["time"] - e["seconds"] < end])
-    return Timeline(run_dir.name, begin, end, steps, phases, rates, pauses, start, differ)
+    numbers = {e["step"] for e in steps}
+    waits = [e for e in events if e["event"] == "waits" and e["step"] in numbers]
+    return Timeline(run_dir.name, begin, end, steps, phases, rates, pauses, waits, start, differ)
 
 
 def summary(timeline: Timeline) -> Summary:
@@ -348,10 +354,20 @@ def summary(timeline: Timeline) -> Summary:
         len(updates),
         statistics.median(seconds for _, seconds in updates) if updates else 0.0,
         max(pauses.values(), default=0.0) / timeline.seconds,
+        _of_rollout(timeline.waits, len(timeline.steps)),
         timeline.start.seconds if timeline.start else None,
         parts(timeline.start) if timeline.start else (),
         timeline.clocks,
     )
+
+
+def _of_rollout(waits: Sequence[Event], num_steps: int) -> dict[str, float]:
+    newest = {(e["rank"], e["step"]): e for e in waits}
+    tasks, spent = len({rank for rank, _ in newest}), defaultdict[str, float](float)
+    for event in newest.values():
+        for name in (key for key in event if key.startswith("time/")):
+            spent[name.removeprefix("time/")] += event[name] / tasks / num_steps
+    return dict(spent)
 
 
 def _within(timeline: Timeline, spent: Rate | Phase) -> float:
@@ -376,6 +392,9 @@ def text(found: Summary) -> str:
         lines.append(
             f"between steps: {duration(found.between_s)} of starts, pauses, and what was lost"
         )
+    if found.rollout:
+        spent = ", ".join(f"{name} {seconds:.2f}" for name, seconds in found.rollout.items())
+        lines.append(f"rollout, s/step: {spent}")
     if found.engines:
         lines.append(
             f"engines: {found.engines}, {found.tokens_per_s:,.0f} tokens/s sampled, "
