@@ -17,7 +17,6 @@ from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sidecar import SidecarWriter
 from relax_hpc.config import job_file
 from relax_hpc.roles.critic import loop
-from relax_hpc.roles.critic import loop as rank0
 from relax_hpc.roles.dealing.portions import Batch, judge_of
 from relax_hpc.roles.scorer import build as scorer
 from relax_hpc.runtime.comm.world import SoloWorld
@@ -95,7 +94,7 @@ def open_rank0(config, paths, events, position, is_ending=lambda: False):
     writer, reader = SidecarWriter(paths.bus, "critic-0", {}), Reader(paths.bus)
     credits = CreditTail(paths.bus)
     plan = PlanFollower(paths.bus, credits, position)
-    return rank0.CriticRank0(config, writer, reader, credits, plan, events, is_ending)
+    return loop.CriticRank0(config, writer, reader, credits, plan, events, is_ending)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import torch
 from role_fakes import Events, config, row
 
 from relax_hpc.roles.critic import loop
-from relax_hpc.roles.critic import loop as build
 from relax_hpc.roles.critic.loop import CriticRank0
 from relax_hpc.roles.dealing.micro_batches import OwnRows
 from relax_hpc.roles.scorer.loop import Round
@@ -45,7 +44,7 @@ def test_the_critics_loss_has_the_gamma_the_lambda_and_the_clip_of_the_job():
         groups=torch.zeros(1, dtype=torch.int64),
         columns={"values": torch.tensor([0.5, 0.2]), "advantages": torch.ones(2)},
     )
-    found = build.objective_of(settings).loss(torch.tensor([0.54, 0.2]), tokens)
+    found = loop.objective_of(settings).loss(torch.tensor([0.54, 0.2]), tokens)
     assert found.loss.item() == pytest.approx((0.02**2 + 0.8**2) / 2, rel=1e-5)
     assert found.metrics["value/return"].item() == pytest.approx(1.54)
 
