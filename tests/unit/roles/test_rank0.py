@@ -10,22 +10,21 @@ import pytest
 from role_fakes import CheckpointPart, Events, Journal, NobodyElse, config, row
 
 from relax_hpc.bus import layout
-from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.plan import PlanPosition, PlanRecord, ShardRange
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import BatchIndex, Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.errors import FencedError
 from relax_hpc.roles.actor import loop
-from relax_hpc.roles.actor.rank0 import ActorRank0
 from relax_hpc.roles.actor.loop import ActorOtherRank
+from relax_hpc.roles.actor.rank0 import ActorRank0
 from relax_hpc.roles.training import duties as turns
-from relax_hpc.runtime.comm.world import SoloWorld, connect
+from relax_hpc.runtime.comm.world import connect
 from relax_hpc.runtime.files.run_secret import RunSecret
 from relax_hpc.runtime.paths import BusPaths
 from relax_hpc.runtime.telemetry.timers import Timers
 from relax_hpc.schema import PromptGroup
-from relax_hpc.trainer.checkpoints.store import Checkpoint, Checkpoints
+from relax_hpc.trainer.checkpoints.store import Checkpoint
 from relax_hpc.weights.files import Loaded
 from relax_hpc.weights.publish import Published
 from relax_hpc.weights.transport import DigestComparison
@@ -285,37 +284,6 @@ def test_what_the_critic_has_no_checkpoint_behind_is_not_released(steps, release
     rank0, *_ = rank0_of(journal, critic=[FakeCheckpoints(*steps)])
     rank0.release()
     assert journal == [("release", released)]
-
-
-def test_a_run_goes_on_from_its_second_newest_checkpoint_after_a_release(tmp_path):
-    """Owners have deleted what they may: the batches after that checkpoint are there still."""
-    paths, world, trainer = BusPaths(tmp_path / "bus"), SoloWorld(), Trainer()
-    settings = config(schedule__num_steps=6, schedule__prompts_per_step=1)
-    layout.create(paths, ["rollout-0"], {})
-    checkpoints = Checkpoints(tmp_path / "checkpoints", world, PlanPosition, keep=2)
-
-    def sequencer(position=None):
-        return Sequencer(paths, prompts_per_step=1, position=position)
-
-    with Producer(paths, "rollout-0", {}) as producer, sequencer() as first:
-        for guid in range(6):
-            producer.put([PromptGroup(guid, [row(guid, 0), row(guid, 1)])])
-        rank0 = ActorRank0(
-            settings, first, Reader(paths), FakePublisher(Journal()), [checkpoints], Events()
-        )
-        for step in range(1, 6):
-            rank0.next_task(step, Timers())
-            trainer.step = step
-            checkpoints.save(trainer, first.position)
-            rank0.release()
-            producer.collect(CreditTail(paths).latest().retired_guid_below)
-    assert not paths.shard("rollout-0", 1, 3).exists()  # of step 4, which none needs
-    (tmp_path / "checkpoints" / "step_00000005" / "weight").unlink()
-    resumed = checkpoints.resume(trainer)
-    assert resumed.step == trainer.step == 4
-    with sequencer(resumed.position) as second:
-        record = second.next_portion(5, timeout_s=5)
-        assert [r.guid for r in Reader(paths).rows(record, range(2))] == [4, 4]
 
 
 class Both(Trainer):
