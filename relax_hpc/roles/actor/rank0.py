@@ -311,9 +311,9 @@ class LogprobCheck:
             f"{config.model.dtype}) compute different models: the logprobs of {gap.num_tokens} "
             f"tokens that policy {self._trainer.step} sampled differ by {gap.mean:.3g} nats on "
             f"average (largest {gap.max:.3g}, k3 {gap.k3:.3g}), and rounding explains "
-            f"{limit:g} (weights.max_logprob_gap); most for token {worst.token} of guid/sibling "
-            f"{worst.guid}/{worst.sibling}{f' in {shard}' * bool(shard)}: {worst.engine:.4f} by "
-            f"the engine, {worst.trainer:.4f} by the trainer. A restart does not help: compare "
+            f"{limit:g} (weights.advanced.max_logprob_gap); most for token {worst.token} of "
+            f"guid/sibling {worst.guid}/{worst.sibling}{f' in {shard}' * bool(shard)}: "
+            f"{worst.engine:.4f} by the engine, {worst.trainer:.4f} by the trainer. A restart does not help: compare "
             "model.path, model.weights and engines.rollout.args, or raise the limit"
         )
 
