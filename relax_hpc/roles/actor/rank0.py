@@ -313,8 +313,9 @@ class LogprobCheck:
             f"average (largest {gap.max:.3g}, k3 {gap.k3:.3g}), and rounding explains "
             f"{limit:g} (weights.advanced.max_logprob_gap); most for token {worst.token} of "
             f"guid/sibling {worst.guid}/{worst.sibling}{f' in {shard}' * bool(shard)}: "
-            f"{worst.engine:.4f} by the engine, {worst.trainer:.4f} by the trainer. A restart does not help: compare "
-            "model.path, model.weights and engines.rollout.args, or raise the limit"
+            f"{worst.engine:.4f} by the engine, {worst.trainer:.4f} by the trainer. A restart does "
+            "not help: compare model.path, model.weights and engines.rollout.args, or raise the "
+            "limit"
         )
 
 
