@@ -6,7 +6,7 @@
 # make site    all pages as a site with search, in build/site/index.html; it needs no server
 # make dist    a wheel and an sdist of the last commit, in build/dist
 # make check   lint, types and the direction of imports only
-# make soak    kill the bus's processes more than a thousand times, wherever that can hurt; read 10 GB; hostile rewards; a
+# make soak    let the bus's roles die in any order, thousands of times; read 10 GB; hostile rewards; a
 #              student from random weights
 # make soak-run   end a whole run a hundred times, in every way; its curve is that of one that was left alone; stop
 #              twenty tasks and engines, which are named
@@ -98,7 +98,7 @@ demo-sglang: setup setup-sglang
 	$(SGLANG)/bin/relax-hpc submit jobs/demo.toml --local --follow --set engines.rollout.kind=sglang --set schedule.num_steps=20 --set name=$$($(BIN)/python tests/free_name.py runs demo-sglang)
 
 test-sglang: setup setup-sglang setup-sglang-old
-	RELAX_SGLANG_PYTHON=$(SGLANG_OLD)/bin/python $(BIN)/pytest -m "sglang and not soak" -n $(SGLANG_WORKERS) --dist loadfile $(addprefix tests/engines/test_,engine_contract.py engine_process.py routed_experts.py media_of_sglang.py media_under_pressure.py sounds_of_sglang.py weights_sync.py weights_seeing.py) -k "not (weights_sync or weights_seeing) or ten_updates or keys_of or vl-moe"
+	RELAX_SGLANG_PYTHON=$(SGLANG_OLD)/bin/python $(BIN)/pytest -m "sglang and not soak" -n $(SGLANG_WORKERS) --dist loadfile $(addprefix tests/engines/test_,engine_contract.py engine_process.py routed_experts.py media_of_sglang.py media_under_pressure.py weights_sync.py weights_seeing.py) -k "not (weights_sync or weights_seeing) or ten_updates or keys_of or vl-moe"
 	RELAX_SGLANG_PYTHON=$(SGLANG)/bin/python $(BIN)/pytest -m "sglang and not soak" -n $(SGLANG_WORKERS) --dist loadfile tests/engines
 
 setup-sglang: $(SGLANG)/.ready

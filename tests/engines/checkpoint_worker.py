@@ -5,7 +5,6 @@ import io
 import os
 import resource
 import signal
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -86,22 +85,14 @@ def read_by_megatron(folder):
     return {n: t.float().numpy() for n, t in tensors.items() if torch.is_tensor(t)}
 
 
-@contextmanager
-def _small_files(num_bytes):
-    """Makes what is written beyond that fail, as on a full disk."""
+def save_where_files_must_be_small(root, num_bytes):
+    """Why the save failed; what is written beyond that fails, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
-        yield
+        (saved,) = _checkpoints(root).save(_state["trainer"], PlanPosition(1, 1, 1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def save_where_files_must_be_small(root, num_bytes):
-    """Why the save failed."""
-    checkpoints = _checkpoints(root)
-    with _small_files(num_bytes):
-        (saved,) = checkpoints.save(_state["trainer"], PlanPosition(1, 1, 1))
     return saved.failure
 
 

@@ -64,12 +64,11 @@ def weights(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def served(request, checkpoints, tmp_path_factory):
     """A running engine; servers start slowly, so tests share it and `engine` resets it."""
-    kind, phases = request.param, []
-    how = {"progress": lambda phase: None if phase in phases else phases.append(phase)}
+    kind = request.param
     log = tmp_path_factory.mktemp(kind) / "engine.log"
-    with started(kind, checkpoints[0], log, token="a right token", how=how) as process:
+    with started(kind, checkpoints[0], log, token="a right token") as process:
         able = capabilities.probe(process.url, process.token, timeout_s=60)
-        yield Served(kind, process, checkpoints, phases, able)
+        yield Served(kind, process, checkpoints, able)
 
 
 @pytest.fixture
@@ -89,3 +88,18 @@ def ranks():
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def shared(request, checkpoints, tmp_path_factory):
+    """Engines and a run directory; they start slowly, so the tests of a file share them."""
+    from houses import house_of
+
+    with house_of(request.param, checkpoints, tmp_path_factory.mktemp(request.param)) as house:
+        yield house
+
+
+@pytest.fixture
+def house(shared):
+    shared.reset()
+    return shared

@@ -2,12 +2,14 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch
 from sglang_under_test import SGLANG_PYTHON
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -26,8 +28,6 @@ class Served(NamedTuple):
     kind: str
     process: EngineProcess
     checkpoints: list[Path]
-    phases: list[str]
-    """Phases of the engine's start, in this order."""
     able: Capabilities
 
     def client(self) -> EngineClient:
@@ -67,9 +67,7 @@ def named_weights(folder: Path) -> list[tuple[str, torch.Tensor]]:
     return list(load_file(folder / "model.safetensors").items())
 
 
-def reference_logprobs(
-    folder: Path, prompt: list[int], response: list[int], *, temperature: float = 1.0
-) -> torch.Tensor:
+def reference_logprobs(folder: Path, prompt, response, *, temperature=1.0) -> torch.Tensor:
     """Hugging Face's log-probabilities of `response` after `prompt`, in float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -92,28 +90,23 @@ def started(kind: str, folder: Path, log: Path, *, token="right", how=(), **spec
     )  # fmt: skip
 
 
-def generate(served: Served, prompt: list[int], seeds: list[int], **kwargs) -> list[Generation]:
+def generate(served: Served, prompt, seeds, **kwargs) -> list[Generation]:
     return sampled(served.process, prompt, seeds, **kwargs)
 
 
-def sampled(
-    process: EngineProcess, prompt: list[int], seeds: list[int], **kwargs
-) -> list[Generation]:
+def sampled(process: EngineProcess, prompt, seeds, **kwargs) -> list[Generation]:
     """One group, from a synchronous test."""
-    settings = {"temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True} | kwargs
+    how = Sampling(**{"temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True} | kwargs)
 
-    async def run() -> list[Generation]:
+    async def run():
         async with GenerationClient(process.url, process.token) as client:
-            sampling = Sampling(**settings)
-            return await asyncio.gather(*(client.sample(prompt, seed, sampling) for seed in seeds))
+            return await asyncio.gather(*(client.sample(prompt, seed, how) for seed in seeds))
 
     return asyncio.run(run())
 
 
 @contextmanager
-def generating(
-    served: Served, prompt: list[int], seeds: list[int], max_new_tokens: int = 1500
-) -> Iterator["Future[list[Generation]]"]:
+def generating(served: Served, prompt, seeds, max_new_tokens=1500):
     """A long group in the background, which has sampled its first tokens when the block starts."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(generate, served, prompt, seeds, max_new_tokens=max_new_tokens)
@@ -130,11 +123,9 @@ def served_running(served: Served) -> int:
     import httpx
 
     headers = {"Authorization": f"Bearer {served.process.token}"}
-    if served.kind == "embedded":
-        reply = httpx.get(f"{served.process.url}/server_info", headers=headers).json()
-        return int(reply["num_running_reqs"])
-    reply = httpx.get(f"{served.process.url}/v1/loads", headers=headers).json()
-    return sum(int(load["num_running_reqs"]) for load in reply["loads"])
+    path = "/server_info" if served.kind == "embedded" else "/v1/loads"
+    reply = httpx.get(f"{served.process.url}{path}", headers=headers).json()
+    return sum(int(load["num_running_reqs"]) for load in reply.get("loads", [reply]))
 
 
 @contextmanager
@@ -150,13 +141,8 @@ def weight_group(client: EngineClient, name: str) -> Iterator[BroadcastGroup]:
     group.close()
 
 
-def send(
-    client: EngineClient,
-    group: BroadcastGroup,
-    buckets: list[list[tuple[str, torch.Tensor]]],
-    version: int,
-) -> None:
-    """Sends as a trainer does: one HTTP call and one broadcast per bucket."""
+def send(client: EngineClient, group: BroadcastGroup, buckets, version: int) -> None:
+    """Sends (name, tensor) as a trainer does: one HTTP call and one broadcast per bucket."""
     for index, bucket in enumerate(buckets):
         parts = [tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in bucket]
         sender = threading.Thread(target=group.broadcast, args=(torch.cat(parts),))
@@ -170,3 +156,17 @@ def send(
             last=index == len(buckets) - 1,
         )
         sender.join()
+
+
+def wait_until(condition, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def runs(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

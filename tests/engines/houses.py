@@ -7,7 +7,6 @@ import itertools
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import sync_worker
-from engine_fixtures import started
+from engine_fixtures import started, wait_until
 from rank_pool import Ranks
 from sglang_under_test import SGLANG_VERSION
 from trainers import job
@@ -196,10 +195,3 @@ def kill(engine):
 def tree_of(engine):
     leader = psutil.Process(engine.pid)
     return [*leader.children(recursive=True), leader]
-
-
-def wait_until(condition, timeout_s=60):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)

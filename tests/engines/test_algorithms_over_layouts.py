@@ -1,9 +1,9 @@
 """Every kind of algorithm trains alike however model and batch are shared out."""
 
-import discounted
 import numpy as np
 import pytest
 from megatron_reference import mixture
+from own_parts import DISCOUNTED
 from trainers import collect, opened, trajectories
 
 pytestmark = pytest.mark.long
@@ -18,7 +18,7 @@ CASES = {
     "whitened": {"preset": "reinforce_pp_baseline"},
     "ppo": {"preset": "ppo"},
     "distill": {"preset": "distill", "loss": {"eps": 0.002}},
-    "token advantages": discounted.algorithm(),
+    "token advantages": DISCOUNTED,
     "entropy": {"entropy": {"coefficient": 0.5}},
     "decoupled": {"preset": "decoupled", "mini_batches": 2},
 }
@@ -29,7 +29,6 @@ OPTIMIZER = {"lr": 0.1, "megatron": {"adam_eps": 1.0}}
 
 @pytest.fixture(scope="module")
 def batch(ranks, folder):
-    """(folder, rows, advantages): 6 groups of 4, sampled near the policy."""
     return folder, *sampled(ranks, folder)
 
 
@@ -49,7 +48,6 @@ def sampled(ranks, folder):
 
 
 def among(row, values):
-    """Those of trained tokens, among what nothing may read."""
     return np.where(row.loss_mask, values, np.nan).astype("f4")
 
 

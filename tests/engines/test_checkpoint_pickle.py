@@ -21,8 +21,6 @@ from relax_hpc.trainer.megatron.checkpoint_files import (
 
 
 class Bomb:
-    """Makes a file when it is unpickled."""
-
     def __init__(self, path):
         self.path = str(path)
 
@@ -144,7 +142,6 @@ def test_a_checkpoint_names_no_files_outside_of_itself(tmp_path):
 
 
 def test_parts_of_ranks_that_hold_for_a_full_disk_are_waited_for(tmp_path, monkeypatch):
-    """Rank 0 gave them up, and the save with them, while they waited for room."""
     looks = []
     monkeypatch.setattr(checkpoint_files, "is_short", lambda: looks.append(None) or len(looks) < 4)
     with pytest.raises(PeerTimeoutError, match=r"no .* within 0 s"):

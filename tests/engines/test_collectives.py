@@ -27,8 +27,6 @@ def leave_a_mark(folder):
 
 
 class Bomb:
-    """Leaves a mark where it is unpickled."""
-
     def __init__(self, folder):
         self.folder = folder
 

@@ -5,8 +5,8 @@ Declared by a row of the table of roles, one of COLUMNS, and a loss that names i
 
 import numpy as np
 import pytest
-import surprise
-from trainers import opened, trajectories
+from own_parts import GAMMA, SURPRISE
+from trainers import job, opened, trajectories
 
 from relax_hpc.bus import layout, log
 from relax_hpc.bus.producer import Producer
@@ -14,14 +14,13 @@ from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.shards.shard_format import DTYPES
 from relax_hpc.bus.sidecar import SidecarWriter
-from relax_hpc.config import job_file
 from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.roles import table as roles
 from relax_hpc.roles.dealing.portions import Comparison, values_of
 from relax_hpc.roles.role import Place, Role
 from relax_hpc.runtime.paths import BusPaths
-from relax_hpc.schema import COLUMNS, ROLES, Column, PromptGroup
+from relax_hpc.schema import COLUMN_WRITERS, COLUMNS, Column, PromptGroup
 from relax_hpc.sections import Resources
 
 GROUPS, SIBLINGS = 4, 2
@@ -32,22 +31,19 @@ NAME = "ragged/surprise"
 def config(monkeypatch, folder):
     """A job of the algorithm; its column is of a role that is in no job yet."""
     column = Column("float32", "token", "judge", "how odd a judge finds a token")
-    monkeypatch.setitem(ROLES, "judge", 16)
+    monkeypatch.setitem(COLUMN_WRITERS, "judge", 16)
     monkeypatch.setitem(log.ROLE_OF_NUMBER, 16, "judge")
     monkeypatch.setitem(COLUMNS, NAME, column)
     monkeypatch.setitem(DTYPES, NAME, column.dtype)
-    tree = {
-        "name": "run", "model": {"path": str(folder), "dtype": "float32"},
-        "prompts": {"train": "t"}, "algorithm": surprise.algorithm(),
-        "schedule": {"num_steps": 100, "prompts_per_step": GROUPS},
-        "rollout": {"samples_per_prompt": SIBLINGS, "temperature": 1.0},
-        "actor": {"tokens_per_micro_batch": 64, "optimizer": {"lr": 1e-3, "clip_grad": 0.0}},
-    }  # fmt: skip
-    return job_file.validate(tree, source="job")
+    return job(
+        folder,
+        algorithm=SURPRISE,
+        schedule={"num_steps": 100, "prompts_per_step": GROUPS},
+        rollout={"samples_per_prompt": SIBLINGS},
+    )
 
 
 def sampled():
-    """Prompt groups of random rows; of two siblings the second is rewarded with 1 more."""
     made, _ = trajectories(GROUPS * SIBLINGS)
     return [
         PromptGroup(
@@ -112,3 +108,30 @@ def test_the_loss_is_the_one_worked_by_hand_and_follows_the_column(
         found.append(metrics)
     for key in ("loss", "grad_norm"):
         assert found[1][key] == pytest.approx(4 * found[0][key], rel=1e-4)
+
+
+def test_discounted_returns_train_alike_in_any_split_and_as_worked_by_hand(ranks, folder):
+    """The reward of a token is the logprob that it was sampled with."""
+    rows, _ = trajectories(12)
+    total = count = 0
+    for row in rows:
+        worth = 0.0
+        for trained, reward in zip(
+            row.loss_mask[::-1], row.columns["rollout_logprobs"][::-1], strict=True
+        ):
+            worth = GAMMA * worth + (float(reward) if trained else 0.0)
+            total, count = total + worth * bool(trained), count + int(trained)
+    unused = np.full(len(rows), np.nan, np.float32)
+    batch = {"rows": rows, "advantages": unused, "loss": "discounted"}
+    found = [
+        opened(ranks, folder, grid, budget=budget).train(**batch, num_portions=portions)[0]
+        for grid, budget, portions in (
+            ("one", 1000, 1),
+            ("one", 20, 3),
+            ("dp2", 50, 2),
+            ("cp2", 50, 1),
+        )
+    ]
+    for metrics in found:
+        assert metrics["loss"] == pytest.approx(-total / count, rel=1e-4)
+        assert metrics["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=1e-4)

@@ -87,7 +87,6 @@ def quick(monkeypatch):
 
 
 def answers(engines, asked):
-    """What became of requests that were made at once: (prompt, seed, draft) each."""
 
     async def run():
         async with pool_of(*engines) as pool:
@@ -154,7 +153,6 @@ class Shy(Mortal):
 
 
 def test_engines_that_broke_off_and_are_there_have_not_ended(monkeypatch):
-    """Nobody is to blame, however many did."""
     monkeypatch.setattr(pool, "_KNOWN_S", 0.2)
     engines = []
     engines.extend(Shy(engines) for _ in range(DEADLY))

@@ -1,9 +1,7 @@
 """Engines as processes: they tell why they fail, and end with their owner."""
 
-import signal
 import subprocess
 import sys
-import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,63 +9,55 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from engine_fixtures import runs, started, wait_until
 from sglang_under_test import SGLANG_PYTHON
 
-from relax_hpc.errors import ConfigError, EngineError
-from relax_hpc.inference import leash
+from relax_hpc.errors import EngineError
 from relax_hpc.inference.client import EngineClient
-from relax_hpc.inference.embedded import launch as embedded
-from relax_hpc.inference.process import spawn, start_engine
-from relax_hpc.inference.sglang import launch as sglang
-from relax_hpc.inference.spec import EngineSpec
+from relax_hpc.inference.process import spawn
 
 pytestmark = pytest.mark.long
 
 OWNER = """
-    import sys, time
-    from pathlib import Path
-    from relax_hpc.inference.process import start_engine
-    from relax_hpc.inference.spec import EngineSpec
-    kind, model, log, python = sys.argv[1:]
-    engine = start_engine(
-        EngineSpec(kind, Path(model), start_timeout_s=240), host="127.0.0.1", token="t",
-        log_path=Path(log), python=python,
-    )
-    print(engine.pid, engine.url, "torch" in sys.modules, flush=True)
-    time.sleep(600)
+import sys, time
+from pathlib import Path
+from relax_hpc.inference.process import start_engine
+from relax_hpc.inference.spec import EngineSpec
+kind, model, log, python = sys.argv[1:]
+spec = EngineSpec(kind, Path(model), start_timeout_s=240)
+engine = start_engine(spec, host="127.0.0.1", token="t", log_path=Path(log), python=python)
+print(engine.pid, engine.url, "torch" in sys.modules, flush=True)
+time.sleep(600)
+"""
+SLEEP = "import time; time.sleep(600)"
+SPAWNER = f"""
+import sys
+from pathlib import Path
+from relax_hpc.inference.process import spawn
+print(spawn([sys.executable, "-c", sys.argv[1]], Path(sys.argv[2]), {{}}).pid, flush=True)
+{SLEEP}
+"""
+PARENT = f"""
+import signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(subprocess.Popen([sys.executable, "-c", "{SLEEP}"]).pid, flush=True)
+{SLEEP}
 """
 
 
-def start(checkpoint, tmp_path, *, dtype="float32", start_timeout_s=60, **how):
-    return start_engine(
-        EngineSpec("embedded", checkpoint, dtype, start_timeout_s=start_timeout_s),
-        host="127.0.0.1", token="secret", log_path=tmp_path / "logs" / "engine.log", **how,
-    )  # fmt: skip
+def start(checkpoint, folder, **spec):
+    return started("embedded", checkpoint, folder / "logs" / "engine.log", token="secret", **spec)
 
 
-def runs(process):
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def wait_until(condition, timeout_s=30):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def owner_of(script, *arguments):
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("kind", ["embedded", "sglang"])
 def test_killing_the_owner_ends_the_engine_and_its_children(kind, checkpoints, tmp_path):
     python = SGLANG_PYTHON if kind == "sglang" else sys.executable
-    arguments = [kind, str(checkpoints[0]), str(tmp_path / "log"), python]
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(OWNER), *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as owner:
+    with owner_of(OWNER, kind, checkpoints[0], tmp_path / "log", python) as owner:
         pid, url, imported_torch = owner.stdout.readline().split()
         engine = psutil.Process(int(pid))
         tree = [engine, *engine.children(recursive=True)]
@@ -78,24 +68,7 @@ def test_killing_the_owner_ends_the_engine_and_its_children(kind, checkpoints, t
 
 
 def test_a_child_that_was_still_starting_when_the_owner_died_is_ended_too(tmp_path):
-    """It has not yet asked the kernel to die with its parent."""
-    script = (
-        "import subprocess, sys, time\n"
-        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "time.sleep(600)\n"
-    )
-    owner = (
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from relax_hpc.inference.process import spawn\n"
-        "engine = spawn([sys.executable, '-c', sys.argv[1]], Path(sys.argv[2]), {})\n"
-        "print(engine.pid, flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", owner, script, str(tmp_path / "log")],
-        stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+    with owner_of(SPAWNER, PARENT, tmp_path / "log") as process:
         engine = psutil.Process(int(process.stdout.readline()))
         wait_until(engine.children)
         tree = [engine, *engine.children(), *psutil.Process(process.pid).children()]
@@ -103,47 +76,24 @@ def test_a_child_that_was_still_starting_when_the_owner_died_is_ended_too(tmp_pa
     wait_until(lambda: not any(map(runs, tree)))
 
 
-def test_a_reaper_ends_a_session_only_if_nobody_says_that_all_is_well():
-    def reap(said):
-        argv = [sys.executable, leash.__file__, "reap", str(engine.pid)]
-        subprocess.run(argv, input=said, check=True)
-
-    engine = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
-    )
-    reap(b".")
-    assert engine.poll() is None
-    reap(b"")
-    assert engine.wait(10) == -signal.SIGKILL
-
-
 def test_stop_ends_the_whole_tree_even_if_it_ignores_sigterm(tmp_path):
-    script = (
-        "import signal, subprocess, sys, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "print(child.pid, flush=True)\n"
-        "time.sleep(600)\n"
-    )
     log = tmp_path / "log"
-    engine = spawn([sys.executable, "-c", script], log, {})
+    engine = spawn([sys.executable, "-c", PARENT], log, {})
     wait_until(lambda: log.read_text().strip())
     child = psutil.Process(int(log.read_text()))
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    engine.stop(grace_s=0.5)
-    assert not engine.alive
-    assert not runs(child)
-    assert bystander.poll() is None
-    bystander.send_signal(signal.SIGKILL)
-    bystander.wait()
+    with owner_of(SLEEP) as bystander:
+        engine.stop(grace_s=0.5)
+        assert not engine.alive
+        assert not runs(child)
+        assert bystander.poll() is None
+        bystander.kill()
     engine.stop()  # a second time is no error
 
 
 def test_an_engine_that_dies_while_loading_says_why(checkpoints, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(
-        EngineError, match=r"(?s)loading the model.*engine\.log.*'gpt2': only llama"
-    ):
+    said = r"(?s)loading the model.*engine\.log.*'gpt2': only llama"
+    with pytest.raises(EngineError, match=said):
         start(tmp_path, tmp_path)
 
 
@@ -196,72 +146,26 @@ def test_an_engine_does_not_see_its_owners_mpi_rank(tmp_path, monkeypatch):
     assert (tmp_path / "log").read_text().strip() == "['SLURM_JOB_ID']"
 
 
-def test_misspelt_embedded_arguments_are_answered_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"num_thread: .*did you mean num_threads\?"):
-        embedded.check({"num_thread": 2})
-    with pytest.raises(ConfigError, match="expected int"):
-        embedded.check({"num_threads": "2"})
-    embedded.check({"num_threads": 2})
-
-
-def test_arguments_that_the_run_decides_are_refused_with_the_key_that_decides():
-    with pytest.raises(ConfigError, match=r"args\.dtype: .*set model\.dtype"):
-        sglang.check({"dtype": "bfloat16"})
-    with pytest.raises(ConfigError, match=r"args\.port: .*leave it out"):
-        sglang.check({"port": 30000})
-
-
-def test_passed_through_arguments_become_flags_and_override_defaults(checkpoints):
-    args = {
-        "max_total_tokens": 99,
-        "tp_size": 2,
-        "enable_metrics": True,
-        "disable_overlap_schedule": False,
-        "cuda_graph_bs": [1, 2],
-    }
-    spec = EngineSpec("sglang", checkpoints[0], args=args, seed=3, max_running_requests=64)
-    argv = sglang.arguments(spec, host="127.0.0.1", port=1, device="cpu")
-    text = " ".join(argv)
-    assert "--max-total-tokens 99" in text and "32768" not in text
-    assert "--tp-size 2" in text and "--cuda-graph-bs 1 2" in text
-    assert "--enable-metrics" in argv and "--disable-overlap-schedule" not in argv
-    assert "--weight-version 0" in text and "--random-seed 3" in text
-
-
 CHECK = """
-    import sys
-    from relax_hpc.inference.sglang.launch import check
-    from relax_hpc.errors import ConfigError
-    for args in ({"tp_size": 2, "mem_fraction_static": 0.5}, {"mem_fraction_statik": 0.5},
-                 {"tp_size": "two"}, {"disable_overlap_schedule": False}, {"dllm_fdfo": False},
-                 {"enable_multimodal": False}, {"tp_size": False}, {"no_dllm_fdfo": True}):
-        try:
-            print("fine" if check(args) is None else "")
-        except ConfigError as error:
-            print(error)
+from relax_hpc.inference.sglang.launch import check
+from relax_hpc.errors import ConfigError
+for args in ({"tp_size": 2, "mem_fraction_static": 0.5}, {"mem_fraction_statik": 0.5},
+             {"tp_size": "two"}, {"dllm_fdfo": False}, {"enable_multimodal": False}):
+    try:
+        print("fine" if check(args) is None else "")
+    except ConfigError as error:
+        print(error)
 """
 
 
 @pytest.mark.sglang
 def test_sglangs_own_parser_checks_the_arguments():
-    answer = subprocess.run(
-        [SGLANG_PYTHON, "-c", textwrap.dedent(CHECK)], capture_output=True, text=True, check=True
-    )
+    command = [SGLANG_PYTHON, "-c", CHECK]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = answer.stdout.splitlines()
     fine = lines.index("fine")
     assert "did you mean mem_fraction_static?" in lines[fine + 1]
     assert "'two'" in lines[fine + 2]
-    assert lines[fine + 3 :] == [
-        "fine",
-        "engines.rollout.args.dllm_fdfo = false: set no_dllm_fdfo = true",  # on unless that is said
-        "engines.rollout.args.enable_multimodal = false: SGLang can only be told to turn it on; "
-        "leave it out",
-        "engines.rollout.args.tp_size = False: expected 1, 2, ...",
-        "fine",
-    ]
-
-
-def test_two_engines_of_one_node_take_different_ports(checkpoints, tmp_path):
-    with start(checkpoints[0], tmp_path) as one, start(checkpoints[0], tmp_path) as two:
-        assert one.url != two.url
-        assert one.client().health(5.0) and two.client().health(5.0)
+    # On unless that is said; and one that SGLang can only be told to turn on.
+    assert "dllm_fdfo = false: set no_dllm_fdfo = true" in lines[fine + 3]
+    assert "enable_multimodal = false: SGLang can only be told" in lines[fine + 4]

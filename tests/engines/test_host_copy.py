@@ -33,16 +33,6 @@ def test_copies_are_of_the_moment_and_each_is_in_one_block(monkeypatch):
     assert [len(block) for block in host._blocks] == [1200, 840]
 
 
-def test_memory_is_taken_once_and_anew_for_other_tensors(monkeypatch):
-    host, taken, real = HostCopy(), [], host_memory.allocate
-    monkeypatch.setattr(host_memory, "allocate", lambda size: taken.append(size) or real(size))
-    for made in (tensors(), tensors(), [torch.ones(5)]):
-        copies, wait = host.of(made)
-        wait()
-        assert all(map(torch.equal, copies, made))
-    assert taken == [2056, 20]
-
-
 def test_what_changes_the_tensors_waits_for_the_copy_and_the_save_does_not(monkeypatch):
     go, real = threading.Event(), host_memory._copy
     monkeypatch.setattr(host_memory, "_copy", lambda *args: go.wait(20) and real(*args))
@@ -67,21 +57,6 @@ def test_a_copy_that_fails_is_told_to_those_who_would_write_it(monkeypatch):
     host.finish()
     with pytest.raises(RuntimeError, match="illegal"):
         wait()
-
-
-def test_too_little_memory_is_refused_and_asked_for_again(monkeypatch):
-    class Memory:
-        total, available = 24 << 30, (2 << 30) + 100
-
-    with monkeypatch.context() as patched:
-        patched.setattr(psutil, "virtual_memory", Memory)
-        host = HostCopy()
-        host.reserve([torch.ones(100)])  # says nothing yet
-        with pytest.raises(CheckpointError, match=r"2.0 GiB are free.*resources.mem"):
-            host.of([torch.ones(100)])
-    (copy,), wait = host.of([torch.ones(100)])
-    wait()
-    assert copy.all()
 
 
 def test_a_twentieth_of_a_large_node_is_left_to_others(monkeypatch):

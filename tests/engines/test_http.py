@@ -13,8 +13,6 @@ from relax_hpc.inference.http import AsyncHttp, Http
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers as its path says."""
-
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
@@ -67,7 +65,6 @@ def server():
 
 @contextmanager
 def asking(side, url):
-    """`ask` of either side."""
     if side == "threads":
         with Http(url, "t", timeout_s=1) as http:
             yield http.ask
@@ -108,14 +105,6 @@ def test_no_answer_names_who_was_asked_for_what(side, server, path):
     url = server.url if path == "/slow" else "http://127.0.0.1:9"
     with asking(side, url) as ask, pytest.raises(EngineLostError, match=f"^{url}{path}: "):
         ask("GET", path)
-
-
-def test_an_endpoint_that_may_be_missing_is_no_error(server):
-    with Http(server.url, "t", timeout_s=5) as http:
-        assert http.ask("GET", "/absent", optional=True) is None
-        assert http.status("OPTIONS", "/absent") == 404
-        with pytest.raises(EngineError, match="HTTP 400"):
-            http.ask("GET", "/wrong", optional=True)
 
 
 def test_a_stream_that_was_cut_off_is_lost_and_the_next_exchange_has_another_connection(server):

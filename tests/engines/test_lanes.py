@@ -19,12 +19,6 @@ def shared(request, checkpoints, tmp_path_factory):
         yield house
 
 
-@pytest.fixture
-def house(shared):
-    shared.reset()
-    return shared
-
-
 def logprobs_are_those_of(house, engine, checkpoint):
     [found] = sampled(
         engine, prompt_of(7), [1], max_new_tokens=12, stop_token_ids=(EOS,), ignore_eos=False

@@ -5,9 +5,8 @@ import json
 import pytest
 import torch
 from megatron_reference import reference as hugging_face
-from safetensors.torch import load_file
 from tiny_models import ROWS, by_transformers, check, distance, linked, make, write
-from trainers import assert_a_grid_equals, equal, job, opened
+from trainers import assert_a_grid_equals, opened
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.trainer.models.registry import read_architecture
@@ -16,6 +15,7 @@ MODELS = {
     "llama": ("llama", {}),
     "tied llama": ("llama", {"tie_word_embeddings": True, "head_dim": None}),
     "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
 }
 
 
@@ -36,21 +36,6 @@ def test_a_grid_equals_hugging_face(ranks, truth, grid):
     assert_a_grid_equals(
         truth, lambda: opened(ranks, truth.folder, grid, **decays), rtol=2e-6, atol=5e-6
     )
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("grid", ["tp2", "pp2"])
-def test_what_is_exported_is_bitwise_what_was_read_and_transformers_reads_it(
-    ranks, truth, tmp_path, grid
-):
-    ranks[2].load_model(config=job(truth.folder, grid))
-    out = tmp_path / "out"
-    ranks[2].save_hf(folder=out, source=truth.folder, writer=0)
-    (was,) = truth.folder.glob("*.safetensors")
-    was = load_file(was)
-    found = {n: w for file in out.glob("*.safetensors") for n, w in load_file(file).items()}
-    assert equal(found, was)
-    assert equal(by_transformers(out), by_transformers(truth.folder))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
@@ -74,10 +59,7 @@ def test_shapes_that_a_file_leaves_out_are_those_of_transformers(ranks, tmp_path
 
 
 def test_texts_of_mistral_are_no_longer_than_its_window(ranks, weights, tmp_path):
-    folder = linked(tmp_path, weights["mistral"], "mistral", sliding_window=20)
-    shape = read_architecture(folder)
-    assert (shape.max_positions, shape.is_window) == (20, True)
-    assert shape.said_positions == "a sliding window of 20 (config.json: sliding_window)"
+    folder = linked(tmp_path, weights["mistral"], "mistral")
     longest = max(len(row.token_ids) for row in ROWS)
     plain = by_transformers(weights["mistral"])
     # The last token that says something of another one is that before the last.
@@ -85,14 +67,13 @@ def test_texts_of_mistral_are_no_longer_than_its_window(ranks, weights, tmp_path
         write(folder, "mistral", sliding_window=window)
         assert (distance(by_transformers(folder), plain) < 1e-5) == is_seen
     for window, longest in ((None, 64), (64, 64), (4096, 64), (63, 63)):
-        write(folder, "mistral", sliding_window=window)
-        assert read_architecture(folder).max_positions == longest
+        shape = read_architecture(write(folder, "mistral", sliding_window=window))
+        assert (shape.max_positions, shape.is_window) == (longest, longest < 64)
     write(folder, "mistral", max_position_embeddings=9000, sliding_window=None)
     record = json.loads((folder / "config.json").read_text())
     assert read_architecture(folder).max_positions == 4096  # nothing said
     (folder / "config.json").write_text(json.dumps(record | {"sliding_window": None}))
     assert read_architecture(folder).max_positions == 9000
-    for wrong in (0, True, "4096"):
-        write(folder, "mistral", sliding_window=wrong)
-        with pytest.raises(ConfigError, match=r"sliding_window = .*: a positive integer is expec"):
-            read_architecture(folder)
+    write(folder, "mistral", sliding_window=0)
+    with pytest.raises(ConfigError, match=r"sliding_window = 0: a positive integer is expected"):
+        read_architecture(folder)

@@ -45,7 +45,6 @@ def engine(request, kind, tmp_path_factory):
 
 
 def gap(process, folder):
-    """The largest difference between the engine's logprobs and those of transformers."""
     prompt = prompt_of(20)
     [found] = sampled(process, prompt, [1], max_new_tokens=40)
     assert len(found.token_ids) == 40

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from engine_fixtures import started
 from safetensors.torch import load_file, save_file
-from seer import IMAGE, IN_PIECES, TOGETHER, VIDEO, Seer, ask, clip, make, source
+from seer import IMAGE, IN_PIECES, SEEN, TOGETHER, VIDEO, Seer, ask, clip, make, source
 from sglang_under_test import SGLANG_PYTHON, SGLANG_VERSION
-from test_media_of_sglang import CASES
 
 from relax_hpc.data.media.workers import Decoders, MediaWorkers
 from relax_hpc.inference.client import EngineClient
@@ -71,9 +70,9 @@ def said(seer, what):
     return re.findall(what, seer.log.read_text())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SEEN)
 def test_logprobs_are_hugging_faces_of_prompts_in_pieces(pressed, tmp_path, case):
-    text, media = CASES[case]
+    text, media = SEEN[case]
     prompt = pressed.prompt(text, *media(tmp_path))
     [made] = ask(pressed, [prompt])
     assert pressed.gap(prompt, made).max() <= IN_PIECES
@@ -94,22 +93,13 @@ def test_retracted_requests_see_the_same_and_what_they_sampled_is_text(pressed, 
     assert sum(each.token_ids.count(pressed.image) for each in made) >= 5
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_a_pause_that_throws_caches_away_reads_images_by_the_new_tower(
-    pressed, other, tmp_path, is_whole
-):
-    """Tokens before it have logprobs of the old weights, those after it of the new ones alone.
-
-    Without the order that follows a load, SGLang goes on with features of the old tower: their keys
-    are of the policy at which the request was sent.
-    """
+def test_a_pause_that_throws_caches_away_reads_images_by_the_new_tower(pressed, other, tmp_path):
+    """Tokens before it have logprobs of the old weights, those after it of the new ones alone."""
     control = EngineClient(
         pressed.process.url, pressed.process.token,
         recompute=True, has_prefix_cache=pressed.has_prefix_cache,
     )  # fmt: skip
     member = Member("rollout-0", "1", pressed.process.url, 1, "sglang", "HEALTHY")
-    if not is_whole:
-        member = member._replace(engine="embedded")  # which is given no orders
     images = [source(tmp_path, n, height=256, width=256) for n in (60, 61)]
     prompts = [pressed.prompt(IMAGE + "what?", image) for image in images]
     retractions, folder = len(said(pressed, RETRACTS)), other.folder
@@ -122,23 +112,18 @@ def test_a_pause_that_throws_caches_away_reads_images_by_the_new_tower(
         )
         for prompt, each in zip(prompts, made, strict=True):
             old, new = pressed.gap(prompt, each), other.gap(prompt, each)
-            if is_whole:
-                cuts = done.receipts[0].num_sampled.values()
-                assert len(cuts) == 2 and all(8 <= cut < 60 for cut in cuts)
-                gaps = {cut: max(old[:cut].max(), new[cut:].max()) for cut in cuts}
-                cut = min(gaps, key=gaps.get)  # its own, of the two
-                assert gaps[cut] <= TOGETHER and old[cut:].max() > 1e-2
-            else:
-                assert old.max() <= TOGETHER and new[50:].max() > 1e-2
+            cuts = done.receipts[0].num_sampled.values()
+            assert len(cuts) == 2 and all(8 <= cut < 60 for cut in cuts)
+            gaps = {cut: max(old[:cut].max(), new[cut:].max()) for cut in cuts}
+            cut = min(gaps, key=gaps.get)  # its own, of the two
+            assert gaps[cut] <= TOGETHER and old[cut:].max() > 1e-2
         assert len(said(pressed, RETRACTS)) > retractions
     finally:
-        whole = member._replace(engine="sglang")
-        load_snapshot(whole, control, pressed.folder, 0, 60, notes, check=False)
+        load_snapshot(member, control, pressed.folder, 0, 60, notes, check=False)
         control.close()
 
 
 def sampled_over(seer, prompts, act):
-    """Responses of 60 tokens to prompts, and what `act` returned, once each had 8."""
     drafts = [Draft() for _ in prompts]
 
     async def sample(workers, client, prompt, draft):

@@ -53,30 +53,18 @@ def test_the_first_token_is_never_trained_even_if_the_mask_says_so():
     assert batch.loss_mask[1:].all()
 
 
-def test_rounding_up_adds_an_untrained_document():
-    rows, _ = trajectories(1, seed=3)
-    length = len(rows[0].token_ids)
-    batch = packing.build(rows, [0], device=torch.device("cpu"), multiple_of=64)
-    assert batch.lengths == (length, 64 - length)
-    assert len(batch.token_ids) == 64
+@pytest.mark.parametrize(("rows", "multiple_of"), [([0], 64), ([], 1), ([], 4)])
+def test_what_fills_a_micro_batch_up_is_an_untrained_document(rows, multiple_of):
+    made = valued(*trajectories(1, seed=3))
+    length = len(made[0].token_ids) if rows else 0
+    batch = packing.build(made, rows, device=torch.device("cpu"), multiple_of=multiple_of)
+    assert (batch.rows, batch.lengths[-1]) == (tuple(rows), multiple_of - length)
+    assert batch.cu_seqlens[-1] == multiple_of
     assert not batch.loss_mask[length:].any()
-
-
-@pytest.mark.parametrize("multiple_of", [1, 4])
-def test_a_micro_batch_without_rows_is_one_untrained_document(multiple_of):
-    rows, advantages = trajectories(2)
-    rows = valued(rows, advantages)
-    batch = packing.build(rows, [], device=torch.device("cpu"), multiple_of=multiple_of)
-    assert (batch.rows, batch.lengths) == ((), (multiple_of,))
-    assert batch.cu_seqlens.tolist() == [0, multiple_of]
-    assert not batch.loss_mask.any()
-    for tensor in (
-        batch.token_ids,
-        batch.columns["rollout_logprobs"],
-        batch.columns["advantages"],
-        batch.position_ids,
-    ):
-        assert len(tensor) == multiple_of
+    for name in ("token_ids", "position_ids"):
+        assert len(getattr(batch, name)) == multiple_of
+    for name in ("rollout_logprobs", "advantages"):
+        assert len(batch.columns[name]) == multiple_of
 
 
 def test_values_move_to_the_token_they_predict_within_their_document():

@@ -23,7 +23,6 @@ def policies(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mixtures(tmp_path_factory):
-    """Likewise, of 4 experts, 2 for each token."""
     return [made(mixture, seed, tmp_path_factory.mktemp("mixture")) for seed in (0, 1)]
 
 
@@ -31,25 +30,6 @@ def made(make, seed, folder):
     model = make(folder, layers=4, seed=seed)
     with torch.no_grad():
         return folder, [hf_logprobs(model, row.token_ids).numpy() for row in ROWS]
-
-
-@pytest.mark.parametrize("fail", [False, True])
-@each_grid
-def test_swapped_weights_are_the_kept_ones_and_leave_no_trace(
-    ranks, policies, mixtures, grid, fail
-):
-    dtype = "bfloat16" if fail else "float32"
-    folder, _ = (mixtures if grid == "dp2_ep2" else policies)[0]
-    pool = opened(ranks, folder, grid, dtype=dtype)
-    for found in pool.swap(**BATCH, fail=fail):
-        assert found["trained"]
-        assert found["not swapped in"] == found["changed"] == []
-        # two sets, which replicas share; context-parallel ranks are replicas, too
-        size, replicas = 2 if fail else 4, 2 if grid in ("dp2", "cp2") else 1
-        if grid == "dp2_ep2":  # experts have no replicas, the rest has two
-            assert size < found["bytes of a weight"] < 2 * size
-        else:
-            assert found["bytes of a weight"] == 2 * size / replicas
 
 
 @each_grid
@@ -65,20 +45,6 @@ def test_reference_logprobs_in_the_trainer_are_the_references(ranks, policies, m
         after = collect(pool.logprobs(rows=ROWS))
         assert equal(before, after)
         assert not any(map(np.allclose, before, expected))
-
-
-def test_training_is_the_same_with_and_without_a_reference_bitwise(ranks, policies):
-    found = []
-    for path in (None, policies[1][0]):
-        pool = opened(ranks, policies[0][0], "dp2", dtype="bfloat16")
-        for _ in range(2):
-            if path:
-                pool.open_reference(path=path)
-                pool.ref_logprobs(rows=ROWS)
-            metrics = pool.train(**BATCH)
-        found.append((metrics, collect(pool.logprobs(rows=ROWS))))
-    assert found[0][0] == found[1][0]
-    assert equal(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize(
@@ -114,16 +80,6 @@ def test_a_refreshed_reference_is_the_policy_of_that_step_also_after_a_restart(
         if layout == saved:
             assert equal(reference, refreshed)
             assert equal(own, trained)
-
-
-@pytest.mark.parametrize("grid", ["tp2", "pp2", "cp2"])
-def test_a_model_that_only_scores_equals_hugging_face_and_holds_no_gradients(ranks, policies, grid):
-    folder, expected = policies[1]
-    pool = opened(ranks, folder, grid)
-    assert pool.open_scorer() == [[]] * 2
-    micro_batches = [[3, 0, 7], [1, 2], [], [4, 5, 6], [8, 9, 10, 11]]
-    for found in pool.scorer_logprobs(rows=ROWS, micro_batches=micro_batches):
-        assert_close(found, expected)
 
 
 @pytest.mark.parametrize("grid", ["tp2", "dp2", "pp2"])

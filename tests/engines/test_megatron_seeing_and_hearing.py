@@ -3,24 +3,18 @@
 from dataclasses import replace
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from seeing_grids import (
-    assert_alike_when_recomputed,
     assert_equal_to,
     assert_exported,
     assert_frozen,
-    assert_placeholder_is_text,
-    assert_read_once,
-    assert_scores,
     frozen_cases,
     long,
-    open_grid,
     seen,
 )
-from seen_rows import AUDIO, counted, mixed_rows_heard, row, sound
+from seen_rows import mixed_rows_heard
 from trainers import job
 from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
 
@@ -62,31 +56,6 @@ def test_a_grid_of_virtual_stages_equals_hugging_face(ranks, deeper, grid):
     assert_equal_to(ranks, deeper, grid)
 
 
-@pytest.mark.long
-def test_layers_that_are_computed_again_give_the_same_update(ranks, reference):
-    assert_alike_when_recomputed(ranks, reference, "dp2_ep2")
-
-
-@pytest.mark.parametrize("grid", long("one", "dp2_ep2"))
-def test_kept_weights_and_a_model_that_only_scores_hear_as_hugging_face(ranks, reference, grid):
-    assert_scores(open_grid(ranks, reference, grid), reference)
-
-
-@pytest.mark.parametrize("grid", ["one", "tp2", "pp2", *long("dp2", "cp2")])
-def test_each_medium_is_read_and_encoded_once_by_one_rank_of_a_replica(ranks, reference, grid):
-    pool = open_grid(ranks, reference, grid)
-    grids = {1: (1, 4, 6), 2: (1, 8, 4), 3: (3, 4, 4), 7: (2, 4, 6)}
-    # 37 mel frames are 5 tokens; 230 are 13 + 13 + 4, 451 four times 13 and 7.
-    tokens = {37004: 5, 230005: 30, 451006: 59, 210008: 28, 120009: 16, 55010: 7}
-    read, costs, _ = assert_read_once(pool, reference, grids, tokens, is_replicated=grid == "dp2")
-    heard = sum(number in tokens for rank in read for number in rank)
-    assert [counted(rank)["audios"] for rank in costs] == pool.size * [heard]
-    if grid == "tp2":
-        assert all(read)
-    if grid == "pp2":
-        assert not read[1]
-
-
 def test_weights_go_out_as_they_came_in(ranks, reference, tmp_path):
     """Talker and code2wav with them, of another type than the thinker."""
     given = load_file(reference.folder / SINGLE)
@@ -122,19 +91,6 @@ def test_a_tensor_that_nobody_knows_is_refused(reference, tmp_path):
         Facts(less).check_weights(less)
 
 
-def test_a_placeholder_of_sound_that_a_policy_samples_is_text(ranks, reference):
-    assert_placeholder_is_text(open_grid(ranks, reference, "one"), reference.rows[1], AUDIO)
-
-
-def test_spans_that_do_not_fit_the_sound_are_named(ranks, reference):
-    pool = open_grid(ranks, reference, "one")
-    heard = row(9, [sound(8, 130)])
-    fewer = heard._replace(media_spans=heard.media_spans - np.array([0, 0, 1], np.int32))
-    message = "guid 9, sibling 0: medium 0 has 130 mel frames, 17 tokens, and its spans 16 tokens"
-    with pytest.raises(Exception, match=message):
-        pool.logprobs(rows=[fewer])
-
-
 FROZEN = {
     "vision": "thinker.visual.", "vision_projection": "thinker.visual.merger",
     "audio": "thinker.audio_tower.", "audio_projection": "thinker.audio_tower.proj",
@@ -142,7 +98,6 @@ FROZEN = {
 
 
 def part_of(name):
-    """The part with the longest beginning that fits."""
     fitting = [part for part, prefix in FROZEN.items() if name.startswith(prefix)]
     return max(fitting, key=lambda part: len(FROZEN[part]), default="language")
 
@@ -159,7 +114,6 @@ PARTS = [["audio"], ["audio_projection"], ["language", "vision", "vision_project
     ),
 )  # fmt: skip
 def test_frozen_parts_do_not_move_and_the_others_learn_as_ever(ranks, reference, grid, parts):
-    """Bitwise; they have no state of the optimizer, and what learns has the gradient it had."""
     assert_frozen(ranks, reference, grid, parts, part_of)
 
 

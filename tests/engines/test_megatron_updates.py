@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import whole_batch
 from trainers import assert_close, collect, equal, job, opened, trajectories
 
 CLIPPED = {"loss": {"name": "ppo_clip"}, "correction": {"name": "none"}}
@@ -14,7 +13,6 @@ OPTIMIZER = {"lr": 0.1, "megatron": {"adam_eps": 1.0}}
 
 @pytest.fixture(scope="module")
 def rows():
-    """Six groups of two."""
     made, _ = trajectories(2 * GROUPS)
     return [row._replace(guid=row.guid // 2, sibling=row.guid % 2) for row in made]
 
@@ -26,7 +24,6 @@ def worth():
 
 @pytest.fixture
 def one(ranks, folder):
-    """The only rank, with a new trainer."""
     return opened(ranks, folder, optimizer=OPTIMIZER)
 
 
@@ -67,18 +64,6 @@ def test_they_compare_with_the_policy_before_the_first_of_them(one, folder, rows
     assert_close(mine, weights_of(one), atol=1e-6)
 
 
-def test_the_gap_to_the_sampler_is_that_of_the_whole_batch_before_any_update(one, rows, worth):
-    for keys in (OLD | {"mini_batches": 3}, whole_batch.algorithm(), CLIPPED):
-        logprobs = collect(one.logprobs(rows=rows))
-        gaps = [
-            np.abs(values - row.columns["rollout_logprobs"])[row.loss_mask != 0]
-            for row, values in zip(rows, logprobs, strict=True)
-        ]
-        assert one.gap_of_algorithm(rows=rows, advantages=worth, keys=keys)[0] == (
-            pytest.approx((sum(map(len, gaps)), np.concatenate(gaps).mean()), rel=1e-5)
-        )
-
-
 def test_a_row_that_is_not_finite_costs_its_mini_batch_alone_and_is_named(one, rows, worth):
     """It is in the last of three: two updates are done."""
     broken = worth.copy()
@@ -90,15 +75,6 @@ def test_a_row_that_is_not_finite_costs_its_mini_batch_alone_and_is_named(one, r
     assert [sample[:2] for sample in skip.samples] == [(5, 0)]
     assert (skip.num_samples, skip.in_a_row) == (1, 1)
     assert not equal(before, weights_of(one))
-
-
-def test_who_spoils_what_is_known_of_the_batch_is_named_first(one, rows, worth):
-    """The bound of all rows is that of a mean over the batch, in which one is not a number."""
-    odd = [row._replace(token_ids=row.token_ids % 100) for row in rows]
-    odd[7].token_ids[0] = 120
-    one.break_embedding(token=120)
-    assert step(one, odd, worth, whole_batch.algorithm())["skipped"] == 1.0
-    assert one.skip()[0].samples[0][:2] == (3, 1)
 
 
 def test_a_bonus_lowers_the_loss_by_the_entropy_and_raises_that(one, folder, rows, worth):

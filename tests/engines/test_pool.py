@@ -79,7 +79,6 @@ async def sample_all(pool, groups, siblings=4, sampling=LONG, **kwargs):
 
 
 async def undisturbed(engine, groups, **kwargs):
-    """Returns what every seed draws: it is a function of prompt and seed."""
     pool = make_pool([engine])
     responses = await sample_all(pool, groups, **kwargs)
     await pool.aclose()
@@ -127,41 +126,6 @@ def test_a_request_says_what_is_to_be_sampled_from_what_by_which_policy():
         "return_logprob": True,
         "extra_key": "v3",
     }
-
-
-def test_replies_tell_the_version_so_that_a_busy_engine_is_not_asked(
-    start, checkpoints, monkeypatch
-):
-    engine, asked = start(), []
-    control = engine.client()
-
-    class Counting(GenerationClient):
-        async def version(self):
-            asked.append(None)
-            return await super().version()
-
-    async def run():
-        pool = Pool(
-            lambda at: Counting(at.url, at.token, tokens_per_chunk=4),
-            max_in_flight=8,
-            patience_s=20,
-        )
-        pool.enlist({endpoint(engine, "e"): "serving"})
-        assert await pool.version() == 0
-        monkeypatch.setattr("relax_hpc.inference.pool._VERSION_AGE_S", 3600)
-        long = asyncio.create_task(pool.sample(prompt_of(6), 1, LONG))
-        await until(lambda: pool.loads[0].counts.num_tokens > 20)
-        await asyncio.to_thread(control.pause)
-        await asyncio.to_thread(control.update_weights_from_disk, str(checkpoints[1]), 1)
-        await asyncio.to_thread(control.resume)
-        await long
-        assert await pool.version() == 1
-        response = await pool.sample(prompt_of(6), 2, LONG._replace(max_new_tokens=5))
-        assert response.version_runs == [(0, 1)]
-        await pool.aclose()
-
-    asyncio.run(run())
-    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("tokens_per_chunk", [1, 16])
@@ -303,24 +267,6 @@ def test_a_refused_sample_is_an_error_at_once_and_no_engine_is_one_after_a_while
         pool = make_pool([], patience_s=0.2)
         with pytest.raises(EngineError, match=r"for 0\.2 s .* there is none"):
             await pool.sample([1], 0, LONG)
-
-    asyncio.run(run())
-
-
-def test_an_engine_that_is_held_gets_nothing_new_and_loses_nothing(pair):
-    one, _ = pair
-
-    async def run():
-        pool = make_pool([one])
-        first = asyncio.create_task(sample_all(pool, 1))
-        await until(lambda: pool.in_flight == {"e0": 4})
-        pool.enlist({endpoint(one, "e0"): "held"})
-        second = asyncio.create_task(sample_all(pool, 1))
-        await first
-        assert not second.done() and pool.in_flight == {"e0": 0}
-        pool.enlist({endpoint(one, "e0"): "serving"})
-        await second
-        await pool.aclose()
 
     asyncio.run(run())
 

@@ -79,7 +79,6 @@ def test_a_request_that_engines_fail_at_ends_while_others_go_on_and_says_why(siz
 
 
 def test_an_engine_that_fails_at_everything_is_not_asked_for_ever():
-    """Each request of two saw the other in flight, and took that for progress."""
     engine = Engine(lambda _: 503)
 
     async def run():
@@ -128,7 +127,6 @@ def test_an_engine_that_breaks_off_at_once_is_asked_again_after_a_pause_and_not_
 
 @pytest.mark.parametrize("said", ['data: {"x": 1}', "data: {not json", "data: []"])
 def test_replies_that_cannot_be_read_are_named_and_end_nothing_else(said):
-    """They were a KeyError of nobody, and one about the load ended the task."""
 
     async def answer(_):
         return web.Response(text=f"{said}\n\n")
@@ -148,7 +146,6 @@ def test_replies_that_cannot_be_read_are_named_and_end_nothing_else(said):
 
 
 def test_what_keeps_room_from_being_given_is_told_to_those_who_wait_for_it():
-    """It comes up in a task of the pool's own, whose end nobody waits for."""
 
     def broken(*_):
         raise ZeroDivisionError("a fault of ours")

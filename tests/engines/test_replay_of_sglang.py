@@ -17,7 +17,6 @@ PROMPTS = [[5 + number, *range(20, 28 + number)] for number in range(8)]
 
 
 def sampled(folder, *, experts):
-    """Rows that an engine sampled."""
     how = Sampling(1.0, 60, ignore_eos=True, routed_experts=experts)
     log = folder / "engine.log"
     with started("sglang", folder, log, dtype=DTYPE, routed_experts=experts) as process:
@@ -44,7 +43,6 @@ def row(guid, prompt, response):
 
 
 def gap(ranks, folder, rows, grid="one"):
-    """Mean abs(trainer - engine), nats, of the sampled tokens."""
     pool = opened(ranks, folder, grid, dtype=DTYPE, budget=200)
     found = collect(pool.logprobs(rows=rows))
     gaps = [

@@ -50,16 +50,6 @@ def test_rotary_positions_are_those_of_transformers_on_engine_and_trainer(
     check(ranks, folder, expected, engine=True)
 
 
-def test_other_families_have_yarn_too(ranks, weights, tmp_path):
-    for family in ("qwen2", "qwen3_moe"):  # attention by Megatron's own steps; experts
-        folder = tmp_path / family
-        folder.mkdir()
-        linked(folder, weights[family], family, rope_scaling=YARN)
-        expected = by_transformers(folder)
-        assert distance(expected, by_transformers(weights[family])) > 0.01
-        check(ranks, folder, expected, engine=False)
-
-
 @pytest.mark.parametrize("case", ROPES)
 def test_angles_are_bitwise_those_of_transformers(tmp_path, case):
     from transformers import AutoConfig
@@ -72,17 +62,6 @@ def test_angles_are_bitwise_those_of_transformers(tmp_path, case):
     assert mine.attention_factor == theirs.attention_scaling
 
 
-def test_bounds_of_yarn_matter(tmp_path):
-    narrow, wide, unrounded = (
-        Rope.read(ConfigJson(write(tmp_path, "qwen3", **ROPES[case])))
-        for case in ("yarn", "yarn, other bounds", "yarn, bounds of no whole channels")
-    )
-    angles = [
-        each.inverse_frequencies(16, torch.device("cpu")) for each in (narrow, wide, unrounded)
-    ]
-    assert not torch.equal(angles[0], angles[1]) and not torch.equal(angles[1], angles[2])
-
-
 WRONG_ROPES = {
     "dynamic": (
         {"type": "dynamic", "factor": 2.0},
@@ -93,22 +72,12 @@ WRONG_ROPES = {
         LLAMA3 | {"original_max_position_embeddings": None},
         "_embeddings = None: a positive inte",
     ),
-    "llama3, bounds alike": (
-        LLAMA3 | {"high_freq_factor": 0.25},
-        "high_freq_factor = 0.25: a number larger than low_fre",
-    ),
-    "llama3 and a key of yarn": (
-        LLAMA3 | {"truncate": True},
-        "truncate = True: rope type 'llama3'",
-    ),
     "longrope": ({"rope_type": "longrope"}, "rope_type = 'longrope': only"),
-    "no type": ({"rope_type": None, "factor": 2.0}, "rope_type = None: only"),
     "by layer": ({"full_attention": {"rope_type": "yarn"}}, "full_attention = {'rope_type': 'yar"),
     "a foreign key": (YARN | {"attn_factor": 2}, "attn_factor = 2: rope type 'yarn' has no such"),
     "no factor": ({"type": "yarn"}, "factor = missing: a positive number is expected"),
     "text": (YARN | {"factor": "4"}, "factor = '4': a positive number is expected"),
     "nan": (YARN | {"factor": float("nan")}, "factor = nan: a positive number is expected"),
-    "half a head": (YARN | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: only 1.0"),
     "base 1": (YARN | {"rope_theta": 1.0}, "rope_theta = 1.0: rope type 'yarn' takes a number lar"),
     "no object": ([4.0], "rope_scaling = [4.0]: an object is expected"),
 }

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from trainers import job
 
 from relax_hpc.algorithms.composition import objective_of
 from relax_hpc.bus.reader import BatchIndex
 from relax_hpc.bus.shards.encode import from_columns, to_columns
 from relax_hpc.cli.demo import models
-from relax_hpc.config import job_file
 from relax_hpc.environments.record import Call, EpisodeRecord, sequences
 from relax_hpc.inference.generation import Draft
 from relax_hpc.roles.dealing.portions import Comparison, values_of
@@ -76,22 +76,12 @@ def policy():
     return models.model(models.tokenizer(), seed=3)
 
 
-def gradient(policy, rows, *, normalize_std, weigh=None):
+def gradient(policy, rows, *, normalize_std):
     """Returns GRPO's gradient, [parameters], of the token mean as the trainer adds it up."""
-    settings = job_file.validate(
-        {
-            "name": "t", "model": {"path": "m"}, "prompts": {"train": "t"},
-            "rollout": {"samples_per_prompt": 3}, "schedule": {"num_steps": 1},
-            "algorithm": {
-                "preset": "decoupled",
-                "advantage": {"name": "grpo" if normalize_std else "group_mean"},
-            },
-        },
-        source="test",
-    ).algorithm  # fmt: skip
+    advantage = {"name": "grpo" if normalize_std else "group_mean"}
+    keys = {"preset": "decoupled", "advantage": advantage}
+    settings = job("m", algorithm=keys, rollout={"samples_per_prompt": 3}).algorithm
     columns, _ = values_of(index_of(rows), Comparison(settings, 3, longest=8))
-    if weigh:
-        columns = weigh(columns, rows)
     loss = objective_of(settings).loss
     policy.zero_grad()
     tokens = 0
@@ -115,23 +105,3 @@ def test_an_episode_in_two_sequences_has_the_gradient_that_it_has_in_one(policy,
     two = gradient(policy, rows, normalize_std=normalize_std)
     assert one.norm() > 1e-2
     torch.testing.assert_close(two, one, atol=1e-6 * one.norm().item(), rtol=1e-4)
-
-
-def test_a_group_compared_by_rows_would_be_noticed(policy):
-    """The mean of four rows is not that of three episodes."""
-
-    def by_rows(_, rows):
-        rewards = np.array([row.reward for row in rows], np.float32)
-        return {"advantages": rewards - rewards.mean()}
-
-    one = gradient(policy, rows_of(whole()), normalize_std=False)
-    two = gradient(policy, rows_of(cut()), normalize_std=False, weigh=by_rows)
-    assert (two - one).norm() > 0.05 * one.norm()
-
-
-def test_tokens_that_two_sequences_hold_are_trained_on_in_one_of_them():
-    first, second = cut()
-    assert first.loss_mask.tolist() == [0, 0, 0, 1, 1]
-    assert second.loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1, 1]
-    [both] = whole()
-    assert both.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1, 1]

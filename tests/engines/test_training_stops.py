@@ -4,14 +4,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from trainers import job, opened, trajectories
+from trainers import equal, job, opened, trajectories
 
 from relax_hpc.bus.plan import PlanRecord
-from relax_hpc.config.run import SftRunConfig
 from relax_hpc.errors import TrainingError
 from relax_hpc.roles.actor import loop as actor
 from relax_hpc.roles.dealing.portions import Portion
-from relax_hpc.roles.sft import loop as sft
 from relax_hpc.roles.training import duties as skips
 from relax_hpc.runtime.comm.world import SoloWorld
 from relax_hpc.runtime.paths import RunPaths
@@ -62,18 +60,11 @@ def test_a_broken_model_ends_training_at_once_and_bad_samples_after_a_while():
 
 
 class Trainer:
-    """Skips the updates of `bad` steps."""
-
-    dp_rank, costs, skip, step = 0, {}, None, 0
-
-    def expect_saves(self):
-        pass
+    dp_rank, costs, skip, step, in_a_row = 0, {}, None, 0, 0
+    expect_saves = accumulate = stream_weights = lambda *_, **__: ()
 
     def __init__(self, bad):
-        self.bad, self.in_a_row = bad, 0
-
-    def accumulate(self, *_, last, mini_batches=()):
-        assert last
+        self.bad = bad
 
     def update(self):
         self.step += 1
@@ -81,68 +72,28 @@ class Trainer:
         self.skip = SimpleNamespace(**vars(BAD), in_a_row=self.in_a_row) if self.in_a_row else None
         return {}
 
-    def stream_weights(self):
-        return iter(())
-
-
-class Rank0:
-    """Rank 0 of either kind of run."""
-
-    position = None
-
-    def __init__(self, kind, said):
-        self.kind, self.said = kind, said
-
-    def heldout(self):
-        return [sft.RankBatch([], [])]
-
-    def next_task(self, step, timers):
-        if self.kind == "sft":
-            return [sft.RankBatch([], [])]
-        return Portion(PlanRecord(step, [], [], 0, 0, 0), {}, [[]], [])
-
-    def check_fenced(self):
-        pass
-
-    def release(self):
-        pass
-
-    def note_skipped(self, step, skip):
-        self.said.append(("skipped", step))
-
-    def end_step(self, step, fields, timers):
-        self.said.append(("logged", step))
-
-    def publish(self, version, tensors):
-        self.said.append(("published", version))
-        return False
-
-    def export(self, tensors):
-        self.said.append("exported")
-
-    def finish(self):
-        self.said.append("finished")
-
 
 @pytest.fixture
 def train(tmp_path):
     """Runs `num_steps` whose `bad` ones are skipped; what happened, in order."""
 
-    def go(kind, num_steps, bad, save_every=1, check=lambda trainer: None):
+    def go(num_steps, bad, save_every=1, check=lambda trainer: None):
         said, trainer = [], Trainer(bad)
-        tree = {
-            "name": "run", "run_root": str(tmp_path), "model": {"path": "unused"},
-            "actor": {"save_every": save_every},
-        }  # fmt: skip
-        if kind == "sft":
-            config = SftRunConfig.model_validate(
-                tree | {"sft": {"train": "unused", "batch_size": 1, "num_steps": num_steps}}
-            )
-        else:
-            config = job("unused").model_validate(
-                tree | {"prompts": {"train": "unused"}, "schedule": {"num_steps": num_steps}}
-            )
-        rank0, world = Rank0(kind, said), SoloWorld()
+        actor_table, schedule = {"save_every": save_every}, {"num_steps": num_steps}
+        config = job("unused", actor=actor_table, schedule=schedule)
+        config = config.model_copy(update={"run_root": tmp_path})
+        world = SoloWorld()
+        rank0 = SimpleNamespace(
+            position=None,
+            check_fenced=lambda: None,
+            release=lambda: None,
+            next_task=lambda step, _: Portion(PlanRecord(step, [], [], 0, 0, 0), {}, [[]], []),
+            note_skipped=lambda step, _: said.append(("skipped", step)),
+            end_step=lambda step, *_: said.append(("logged", step)),
+            publish=lambda version, _: said.append(("published", version)),
+            export=lambda _: said.append("exported"),
+            finish=lambda: said.append("finished"),
+        )
         checkpoints = SimpleNamespace(
             poll=list, wait=list,
             save=lambda trainer, *_: said.append(("saved", trainer.step)) or [Saved(trainer.step)],
@@ -153,12 +104,9 @@ def train(tmp_path):
             num_steps=num_steps, source=config.model.path,
         )  # fmt: skip
         try:
-            if kind == "sft":
-                sft.run(config, world, trainer, rank0, save, lambda: None)
-            else:
-                stages = actor.Stages(save, checks=[lambda: check(trainer)])
-                reader = SimpleNamespace(rows=lambda record, rows, columns: [])
-                actor.run(config, world, trainer, reader, rank0, stages)
+            stages = actor.Stages(save, checks=[lambda: check(trainer)])
+            reader = SimpleNamespace(rows=lambda record, rows, columns: [])
+            actor.run(config, world, trainer, reader, rank0, stages)
         except TrainingError:
             said.append("failed")
         return said
@@ -166,18 +114,15 @@ def train(tmp_path):
     return go
 
 
-@pytest.mark.parametrize("kind", ["rl", "sft"])
-def test_the_step_that_ends_training_is_neither_published_nor_saved_nor_counted(train, kind):
-    said = train(kind, num_steps=4, bad={2, 3, 4})
+def test_the_step_that_ends_training_is_neither_published_nor_saved_nor_counted(train):
+    said = train(num_steps=4, bad={2, 3, 4})
     assert said[-2:] == [("skipped", 4), "failed"]
     assert ("saved", 1) in said and ("logged", 3) in said
-    for what in (("saved", 4), ("published", 4), ("logged", 4), "finished", "exported"):
-        assert what not in said
+    assert not {("saved", 4), ("published", 4), ("logged", 4), "finished"} & {*said}
 
 
-@pytest.mark.parametrize("kind", ["rl", "sft"])
-def test_a_checkpoint_that_is_due_after_a_skipped_update_waits_for_one_that_is_not(train, kind):
-    said = train(kind, num_steps=6, bad={2, 4, 6}, save_every=2)
+def test_a_checkpoint_that_is_due_after_a_skipped_update_waits_for_one_that_is_not(train):
+    said = train(num_steps=6, bad={2, 4, 6}, save_every=2)
     assert [what[1] for what in said if what[0] == "saved"] == [3, 5, 6]
     assert said[-1] in ("finished", "exported")
 
@@ -190,7 +135,62 @@ def test_engines_are_compared_before_the_update_and_what_that_ends_is_not_publis
         if trainer.step == 1:
             raise TrainingError("another model")
 
-    said = train("rl", num_steps=3, bad=(), check=check)
+    said = train(num_steps=3, bad=(), check=check)
     assert steps == [0, 1]
     assert said[-1] == "failed" and ("saved", 1) in said
     assert ("published", 2) not in said and ("saved", 2) not in said
+
+
+def skip_of(pool, **batch):
+    metrics = pool.train(**batch)
+    assert metrics[0]["skipped"] == 1.0
+    said = pool.skip()
+    assert said[0] == said[1]
+    return said[0]
+
+
+@pytest.mark.parametrize("grid", ["dp2", "cp2", "pp2", "tp2"])
+def test_the_samples_are_named_whose_loss_is_not_finite(ranks, folder, grid):
+    rows, advantages = trajectories(12)
+    rows = [row._replace(guid=100 + row.guid // 4, sibling=row.guid % 4) for row in rows]
+    pool = opened(ranks, folder, grid, budget=40)
+    before = pool.weights()[0]
+    broken = advantages.copy()
+    broken[[5, 10]] = np.nan, np.inf
+    batch = {"rows": rows, "advantages": broken, "num_portions": 2}
+    skip = skip_of(pool, **batch)
+    assert (skip.reason, skip.num_samples, skip.in_a_row) == ("the loss is not finite", 2, 1)
+    assert sorted(sample[:2] for sample in skip.samples) == [(101, 1), (102, 2)]
+    assert {sample.what for sample in skip.samples} == {"loss"}
+    for sample in skip.samples:
+        held = pool.micro_batches_of(rows=rows, num_portions=2)
+        mine = held[sample.dp_rank if grid == "dp2" else 0][sample.micro_batch]
+        assert (sample.guid, sample.sibling) in mine
+    assert skip_of(pool, **batch).in_a_row == 2
+    assert equal(pool.weights()[0], before)
+    metrics = pool.train(rows=rows, advantages=advantages)[0]
+    assert (metrics["skipped"], pool.skip()) == (0.0, [None, None])
+    assert skip_of(pool, **batch).in_a_row == 1
+
+
+@pytest.mark.parametrize("grid", ["dp2", "pp2"])
+def test_the_samples_are_named_whose_logprobs_are_not_finite(ranks, folder, grid):
+    rows, advantages = trajectories(12)
+    rows = [row._replace(token_ids=row.token_ids % 100) for row in rows]
+    for index in (3, 8):
+        rows[index].token_ids[0] = 120
+    pool = opened(ranks, folder, grid, budget=40)
+    pool.break_embedding(token=120)
+    skip = skip_of(pool, rows=rows, advantages=advantages)
+    assert sorted((sample.guid, sample.what) for sample in skip.samples) == [
+        (3, "logprobs"), (8, "logprobs"),
+    ]  # fmt: skip
+
+
+def test_of_many_samples_eight_are_named_from_every_rank_and_all_counted(ranks, folder):
+    rows, advantages = trajectories(20)
+    pool = opened(ranks, folder, "dp2", budget=40)
+    skip = skip_of(pool, rows=rows, advantages=advantages, loss="exploding")
+    assert (skip.reason, skip.num_samples) == ("the gradient is not finite", 20)
+    assert {sample.what for sample in skip.samples} == {"gradient"}
+    assert [sample.dp_rank for sample in skip.samples] == [0, 1] * 4

@@ -72,19 +72,6 @@ def test_sglang_loads_its_programs_before_it_may_compute_and_weights_after(check
 
 
 @pytest.mark.sglang
-def test_an_engine_that_is_never_lent_a_gpu_ends_when_its_host_gives_up(checkpoints, tmp_path):
-    begin = time.monotonic()
-
-    def may_compute():
-        if time.monotonic() > begin + 8:
-            raise RuntimeError("given up")
-        return False
-
-    with pytest.raises(RuntimeError, match="given up"):
-        start("sglang", checkpoints[0], tmp_path, may_compute)
-
-
-@pytest.mark.sglang
 def test_time_until_gpus_are_lent_is_not_that_of_a_start(checkpoints, tmp_path):
     begin = time.monotonic()
 

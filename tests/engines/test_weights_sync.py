@@ -1,4 +1,5 @@
-"""Two engines, a trainer of two ranks, updates while requests run: nothing lost, all of it true."""
+"""Two engines, a trainer of two ranks, updates while requests run, by broadcast and by snapshots:
+nothing is lost, and all of it is true."""
 
 import asyncio
 import itertools
@@ -6,29 +7,19 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import sync_worker
 import torch
-from engine_fixtures import prompt_of, reference_logprobs
-from houses import ENGINE_ARGS, at_that_moment, freeze, house_of, kill, publish, trainer, wait_until
+from engine_fixtures import prompt_of, reference_logprobs, wait_until
+from houses import ENGINE_ARGS, at_that_moment, kill, publish, trainer
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from relax_hpc.inference.generation import Draft, Sampling
 from relax_hpc.schema import FinishReason
+from relax_hpc.trainer.models.weight_files import Manifest
 
 pytestmark = pytest.mark.long
 
 UPDATES, REQUESTS, TOKENS = 10, 64, 900
-
-
-@pytest.fixture(scope="module", params=["embedded", "sglang"])
-def shared(request, checkpoints, tmp_path_factory):
-    with house_of(request.param, checkpoints, tmp_path_factory.mktemp(request.param)) as house:
-        yield house
-
-
-@pytest.fixture
-def house(shared):
-    shared.reset()
-    return shared
 
 
 def sample_all(house, num_tokens, first_token, requests=REQUESTS):
@@ -160,50 +151,8 @@ def test_a_trainer_killed_in_an_update_leaves_engines_that_start_again_and_can_b
     assert all(engine.client().health(5) for engine in house.engines)
 
 
-def test_an_engine_that_joins_learns_its_places_before_the_other_stands_still(house):
-    with trainer(house) as ranks:
-        first = publish(ranks, house, 0)
-        house.announce(ids=house.ids[1:])  # as if it had been started again
-        done = publish(ranks, house, 1, check=True)
-        later = publish(ranks, house, 2, check=True)
-    assert done["members"] == later["members"] == house.ids
-    assert done["verified"]["equal"] and later["verified"]["equal"]
-    learns = ["learn" in each["seconds"] for each in (first, done, later)]
-    assert learns == [False, house.kind == "sglang", False]
-    assert house.versions == [2, 2]
-
-
-def test_a_tensor_of_another_shape_fences_the_engines_and_names_what_is_wrong(house):
-    fenced, again = [], True
-    with trainer(house, timeout_s=20, bend="shape") as ranks:
-        while again:
-            done = publish(ranks, house, 1)
-            fenced, again = fenced + done["fenced"], done["again"]
-            assert done["members"] == []
-    assert sorted(fenced) == house.ids
-    roster = house.roster
-    assert all("64" in entry.reason for entry in roster.members.values()), roster
-    assert all(engine.alive for engine in house.engines)
-    house.announce()
-    with trainer(house) as ranks:
-        assert publish(ranks, house, 1, check=True)["verified"]["equal"]
-
-
-def test_an_engine_that_hangs_in_an_update_is_named_in_time_and_the_other_goes_on(house):
-    with trainer(house, timeout_s=8) as ranks:
-        assert publish(ranks, house, 1)["members"] == house.ids
-        with at_that_moment(ranks, house, "in", freeze):
-            done = publish(ranks, house, 2)
-        assert done["fenced"] == ["rollout-1"]
-        assert "rollout-1" in house.roster.members
-        again = publish(ranks, house, 2, check=True)
-        assert again["members"] == ["rollout-0"]
-        assert again["verified"]["equal"]
-
-
 @pytest.mark.parametrize("moment", ["between", "in", "resuming"])
 def test_an_engine_that_is_killed_at_an_update_does_not_keep_the_other_from_it(house, moment):
-    """Between two updates it is left out; in one it is fenced, and the other is given all of it."""
     with trainer(house, timeout_s=30) as ranks:
         assert publish(ranks, house, 1)["members"] == house.ids
         if moment == "between":
@@ -219,4 +168,100 @@ def test_an_engine_that_is_killed_at_an_update_does_not_keep_the_other_from_it(h
         assert done["members"] == ["rollout-0"]
         done = publish(ranks, house, 3, check=True)
         assert (done["members"], done["fenced"], done["again"]) == (["rollout-0"], [], False)
+        assert done["verified"]["equal"]
+
+
+def listing(house):
+    return sorted(path.name for path in house.paths.weights.iterdir())
+
+
+def snapshots(house):
+    return [name[:7] for name in listing(house)]
+
+
+def test_all_ranks_write_and_every_engine_loads_what_was_written(house):
+    house.announce("files", "files")
+    with trainer(house) as ranks:
+        for version in range(4):
+            done = publish(ranks, house, version, check=version > 1)
+            assert (done["members"], done["fenced"], done["again"]) == (house.ids, [], False)
+            assert done["transport"] == "files"
+            assert {"write", "pause", "load", "resume", "total"} <= done["seconds"].keys()
+            assert version < 2 or done["verified"]["equal"], done["verified"]
+            assert house.versions == [version] * 2
+    assert snapshots(house) == ["v000002", "v000003"]
+    for folder in house.paths.weights.iterdir():
+        manifest = Manifest.read(folder)
+        assert len(manifest.files) == 2  # of two ranks
+        assert manifest.find_damaged(folder) == []
+    held = house.engines[0].client().checksum()
+    house.engines[0].client().update_weights_from_disk(str(house.checkpoints[3 % 3]), 3)
+    assert house.engines[0].client().checksum() == held
+
+
+def test_an_engine_that_holds_something_else_than_the_snapshot_is_found_out(house):
+    house.announce("files", "files")
+    with trainer(house) as ranks:
+        assert publish(ranks, house, 4, check=True)["verified"]["equal"]
+        [folder] = [path for path in house.paths.weights.iterdir() if path.name[:7] == "v000004"]
+        house.announce("files", "files")
+        file = min(folder.glob("*.safetensors"))
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 1
+        file.write_bytes(content)
+        done = publish(ranks, house, 4, check=True)
+    assert done["members"] == house.ids
+    assert not done["verified"]["equal"]
+
+
+def test_one_without_fabric_is_served_by_files_after_the_other_had_its_broadcast(house):
+    start = house.announce("collective", "files")
+    with trainer(house) as ranks:
+        for version in (5, 6):
+            done = publish(ranks, house, version, check=True)
+            assert (done["members"], done["transport"]) == (house.ids[:1], "collective")
+            assert (done["again"], done["verified"]["equal"]) == (True, True)
+            assert not house.roster.serves(house.ids[1], start)
+            done = publish(ranks, house, version, check=True)
+            assert (done["members"], done["transport"]) == (house.ids[1:], "files")
+            assert (done["again"], done["verified"]["equal"]) == (False, True)
+            assert house.versions == [version] * 2
+            assert house.roster.serves(house.ids[1], start)
+        written = snapshots(house)
+        house.announce("collective", "collective")
+        assert publish(ranks, house, 7)["members"] == house.ids
+        assert snapshots(house) == written  # nobody is there to load one
+
+
+def test_a_snapshot_that_cannot_be_written_leaves_engines_as_they_are(house):
+    house.announce("collective", "files")
+    with trainer(house) as ranks:
+        publish(ranks, house, 9)
+        publish(ranks, house, 9)
+        ranks.call(sync_worker.limit_files, num_bytes=20_000)
+        assert publish(ranks, house, 10)["members"] == house.ids[:1]
+        done = publish(ranks, house, 10)
+        assert (done["members"], done["fenced"], done["again"]) == ([], [], False)
+        assert str(house.paths.weights) in done["error"]
+        assert "rank 1" in done["error"]
+        assert "File too large" in done["error"]
+        assert house.versions == [10, 9]
+        assert not any(path.name.startswith(".") for path in house.paths.weights.iterdir())
+        ranks.call(sync_worker.limit_files, num_bytes=None)
+        assert publish(ranks, house, 11)["transport"] == "collective"
+    with trainer(house) as ranks:  # it would try again by itself, after a while
+        publish(ranks, house, 11)
+        assert publish(ranks, house, 11)["members"] == house.ids[1:]
+        assert house.versions == [11, 11]
+
+
+def test_an_engine_killed_while_it_loads_is_fenced_and_the_other_goes_on(house):
+    house.announce("files", "files")
+    with trainer(house, timeout_s=30) as ranks:
+        assert publish(ranks, house, 15)["members"] == house.ids
+        with at_that_moment(ranks, house, "loading", kill):
+            done = publish(ranks, house, 16)
+        assert (done["members"], done["fenced"]) == (house.ids[:1], house.ids[1:])
+        done = publish(ranks, house, 17, check=True)
+        assert (done["members"], done["again"]) == (house.ids[:1], False)
         assert done["verified"]["equal"]

@@ -36,7 +36,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 SAVED = {"rope_type": "default", "rope_theta": 20000.0}  # as transformers 5 saves it
 
 
-def make(folder, family, **changes):
+def make(folder, family, saving=(), **changes):
     """Random weights, norms and biases too, so that what is left out is noticed."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -48,7 +48,7 @@ def make(folder, family, **changes):
             parameter.normal_(std=0.3 if "norm" in name or "bias" in name else 0.15)
             if "norm" in name:
                 parameter.add_(1)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, **dict(saving))
     return write(folder, family, **changes)
 
 

@@ -41,7 +41,7 @@ def job(folder, grid="one", *, budget=64, **tables):
         "name": "test",
         "model": {"path": str(folder), "dtype": tables.pop("dtype", "float32")},
         "prompts": {"train": "unused"},
-        "rollout": {"temperature": tables.pop("temperature", 1.0)},
+        "rollout": {"temperature": tables.pop("temperature", 1.0)} | tables.pop("rollout", {}),
         "actor": {
             "layout": layout_of(grid) | tables.pop("layout", {}),
             "tokens_per_micro_batch": budget,

@@ -6,9 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-import discounted
 import numpy as np
-import surprise
+import own_parts
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -175,12 +174,12 @@ def exploding():
 
 def of_parts(keys, *columns):
     """The loss of the parts that a job's keys name."""
-    return lambda: objective_of(algorithm_of(**keys()), frozenset(columns)).loss
+    return lambda: objective_of(algorithm_of(**keys), frozenset(columns)).loss
 
 
 LOSSES = {
-    "discounted": of_parts(discounted.algorithm),
-    "surprise": of_parts(surprise.algorithm, "surprise"),
+    "discounted": of_parts(own_parts.DISCOUNTED),
+    "surprise": of_parts(own_parts.SURPRISE, "surprise"),
     "surrogate": surrogate, "exploding": exploding,
 }  # fmt: skip
 
