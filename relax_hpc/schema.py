@@ -12,12 +12,12 @@ from typing import Literal, NamedTuple, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-Role = Literal[
+ColumnWriter = Literal[
     "rollout", "reference", "critic", "teacher", "teacher_2", "teacher_3", "teacher_4",
     "teacher_5", "teacher_6", "teacher_7", "teacher_8",
 ]  # fmt: skip
 """A writer of columns: one writes the rows, the others add to them."""
-ROLES: dict[Role, int] = {
+COLUMN_WRITERS: dict[ColumnWriter, int] = {
     "rollout": 0,
     "reference": 3,
     "critic": 5,
@@ -30,12 +30,14 @@ ROLES: dict[Role, int] = {
     "teacher_7": 14,
     "teacher_8": 15,
 }
-"""Numbers of the roles in the records of a log. Each is given once; 1, 2, 4, 6 and 7 have been."""
+"""Their numbers in the records of a log. Each is given once; 1, 2, 4, 6 and 7 have been."""
 
-TEACHERS: tuple[Role, ...] = tuple(role for role in ROLES if role.startswith("teacher"))
+TEACHERS: tuple[ColumnWriter, ...] = tuple(
+    role for role in COLUMN_WRITERS if role.startswith("teacher")
+)
 """Writers of the teachers' columns: a run has one for each of its teachers, in their order."""
-PRODUCER: Role = "rollout"
-"""The role that writes the rows that the others widen."""
+PRODUCER: ColumnWriter = "rollout"
+"""Writes the rows that the others widen."""
 
 Array = npt.NDArray[np.generic]
 Columns = dict[str, Array]
@@ -101,7 +103,7 @@ class Column(NamedTuple):
     dtype: str
     axis: Axis
     """The thing that its first dimension counts; `OFFSETS[axis]` cuts it into rows."""
-    writer: Role
+    writer: ColumnWriter
     meaning: str
     width: int | None = None
     """Second dimension, if there is one; `ANY_WIDTH` takes what it is given."""
@@ -212,7 +214,7 @@ _FIELDS = frozenset(
 )
 
 
-def columns_of(writer: Role, *, optional: bool = False) -> dict[str, Column]:
+def columns_of(writer: ColumnWriter, *, optional: bool = False) -> dict[str, Column]:
     """The columns that `writer` must (and with `optional`, may) put into its shards."""
     return {k: c for k, c in COLUMNS.items() if c.writer == writer and (c.required or optional)}
 

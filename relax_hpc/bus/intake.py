@@ -27,7 +27,7 @@ from relax_hpc.bus.shards.shard import OpenShards, Shard
 from relax_hpc.bus.skips import GroupVerdict, Judge
 from relax_hpc.errors import BusError, DamagedError
 from relax_hpc.runtime.paths import BusPaths
-from relax_hpc.schema import Role
+from relax_hpc.schema import ColumnWriter
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ class Intake:
         self,
         paths: BusPaths,
         producers: Sequence[str],
-        sidecar_writers: Mapping[str, Role],
-        needs: Sequence[Role],
+        sidecar_writers: Mapping[str, ColumnWriter],
+        needs: Sequence[ColumnWriter],
         chain: Chain,
         shards: OpenShards,
         judge: Judge | None = None,
@@ -87,7 +87,7 @@ class Intake:
             )
             self._live[name] = deque()
             self._settled.update(position.settled)
-        self._sidecars: dict[str, dict[Role, Sidecar]] = {}
+        self._sidecars: dict[str, dict[ColumnWriter, Sidecar]] = {}
         self._repeats: dict[int, list[str]] = {}
         """guid of a waiting group -> uuids of the shards that repeat it."""
         self._num_damaged: dict[str, int] = {}
@@ -128,7 +128,7 @@ class Intake:
         group = self.waiting.get(guid)
         return group is not None and not self.lacks(group)
 
-    def lacks(self, group: WaitingGroup) -> list[Role]:
+    def lacks(self, group: WaitingGroup) -> list[ColumnWriter]:
         found = self._sidecars.get(group.part.uuid, {})
         return [role for role in self._needs if role not in found]
 

@@ -18,7 +18,7 @@ from relax_hpc.bus.log import RecordKind, read_log
 from relax_hpc.errors import BusError, without_number
 from relax_hpc.runtime.files.records import read_json, sync, write_json
 from relax_hpc.runtime.paths import BusPaths
-from relax_hpc.schema import COLUMNS, Role
+from relax_hpc.schema import COLUMNS, ColumnWriter
 
 FORMAT = 5
 
@@ -73,7 +73,7 @@ class BusHeader(NamedTuple):
     producers: list[str]
     run: dict[str, Any]
     """Facts about the run that the launcher stores with the data."""
-    sidecar_writers: Mapping[str, Role] = MappingProxyType({})
+    sidecar_writers: Mapping[str, ColumnWriter] = MappingProxyType({})
     """Name -> role of the writers that add columns to shards of `producers`."""
     deals: Deals = Deals()
 
@@ -83,7 +83,7 @@ def create(
     producers: Sequence[str],
     header: Mapping[str, object],
     *,
-    sidecar_writers: Mapping[str, Role] | None = None,
+    sidecar_writers: Mapping[str, ColumnWriter] | None = None,
 ) -> None:
     """Creates the folders, empty logs and credits, and RUN.json last.
 
@@ -166,13 +166,13 @@ def deal(paths: BusPaths, producers: Sequence[str]) -> None:
         ) from error
 
 
-def roles_of(header: BusHeader, columns: Collection[str]) -> tuple[Role, ...]:
+def roles_of(header: BusHeader, columns: Collection[str]) -> tuple[ColumnWriter, ...]:
     """Returns the roles of sidecar writers that write one of `columns`: a batch waits for them."""
     roles = dict.fromkeys(header.sidecar_writers.values())
     return tuple(role for role in roles if any(COLUMNS[name].writer == role for name in columns))
 
 
-def check_needs(paths: BusPaths, header: BusHeader, needs: Sequence[Role]) -> None:
+def check_needs(paths: BusPaths, header: BusHeader, needs: Sequence[ColumnWriter]) -> None:
     """Raises:
     BusError: groups would wait for columns that nobody writes."""
     written = set(header.sidecar_writers.values())

@@ -22,7 +22,7 @@ from relax_hpc.bus.durable import (
 from relax_hpc.errors import BusError, FencedError
 from relax_hpc.runtime.files.records import checksum, sync
 from relax_hpc.runtime.files.storage import PASSING, delete, exists, patiently
-from relax_hpc.schema import PRODUCER, ROLES, Role
+from relax_hpc.schema import COLUMN_WRITERS, PRODUCER, ColumnWriter
 
 MAGIC = b"RLC1"
 RECORD = struct.Struct("<4sHHIQ16s16sQIQiiqq28sI")
@@ -47,7 +47,7 @@ class RecordKind(IntEnum):
 
 SHARDS = (RecordKind.BASE, RecordKind.SIDE, RecordKind.PARTIAL)
 
-ROLE_OF_NUMBER: dict[int, Role] = {number: role for role, number in ROLES.items()}
+ROLE_OF_NUMBER: dict[int, ColumnWriter] = {number: role for role, number in COLUMN_WRITERS.items()}
 
 
 class CommitRecord(NamedTuple):
@@ -56,7 +56,7 @@ class CommitRecord(NamedTuple):
     kind: RecordKind
     fence: int
     seq: int
-    role: Role = PRODUCER
+    role: ColumnWriter = PRODUCER
     uuid: str = "0" * 32
     parent: str = "0" * 32
     length: int = 0
@@ -72,7 +72,7 @@ def pack(record: CommitRecord) -> bytes:
     body = RECORD.pack(
         MAGIC,
         record.kind,
-        ROLES[record.role],
+        COLUMN_WRITERS[record.role],
         record.fence,
         record.seq,
         bytes.fromhex(record.uuid),

@@ -16,7 +16,7 @@ from relax_hpc.errors import BusError
 from relax_hpc.runtime.files.records import sync
 from relax_hpc.runtime.files.storage import names, patiently
 from relax_hpc.runtime.paths import BusPaths
-from relax_hpc.schema import PRODUCER, ColumnPieces, Role
+from relax_hpc.schema import PRODUCER, ColumnPieces, ColumnWriter
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Owner:
         self,
         paths: BusPaths,
         name: str,
-        role: Role,
+        role: ColumnWriter,
         provenance: Mapping[str, str | int],
         *,
         compress: Iterable[str] = (),
@@ -206,5 +206,5 @@ def _delete_orphan(file: Path) -> None:
         log.warning("%s: an orphan cannot be deleted: %s", file, error.strerror)
 
 
-def _kind(role: Role) -> str:
+def _kind(role: ColumnWriter) -> str:
     return "producer" if role == PRODUCER else f"sidecar writer of role {role}"

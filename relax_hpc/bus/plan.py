@@ -26,7 +26,7 @@ from relax_hpc.errors import BusError, without_number
 from relax_hpc.runtime.files.records import read_bytes, sync, write_json
 from relax_hpc.runtime.files.storage import exists, names, patiently
 from relax_hpc.runtime.paths import BusPaths
-from relax_hpc.schema import Role
+from relax_hpc.schema import ColumnWriter
 
 KEPT = 2
 
@@ -172,7 +172,7 @@ class PlanRecord(NamedTuple):
     portion: int = 0
     """0-based within the step."""
     last: bool = True
-    sidecars: Mapping[str, dict[Role, Sidecar]] = MappingProxyType({})
+    sidecars: Mapping[str, dict[ColumnWriter, Sidecar]] = MappingProxyType({})
     """uuid of a shard of `parts` -> role -> the sidecar that counts."""
 
     @classmethod
@@ -420,7 +420,7 @@ class PlannedBatch(NamedTuple):
 
     step: int
     parts: list[ShardRange]
-    sidecars: dict[str, dict[Role, Sidecar]]
+    sidecars: dict[str, dict[ColumnWriter, Sidecar]]
 
 
 class PlanTail:

@@ -14,7 +14,7 @@ from relax_hpc.bus.shards.shard import OpenShards, Shard
 from relax_hpc.data.media.stored import DECODERS, StoredMedium
 from relax_hpc.errors import BusError, DamagedError
 from relax_hpc.runtime.paths import BusPaths
-from relax_hpc.schema import PRODUCER, Array, Columns, Role, Trajectory, columns_of
+from relax_hpc.schema import PRODUCER, Array, Columns, ColumnWriter, Trajectory, columns_of
 
 NARROW = columns_of(PRODUCER)
 """Columns that every trajectory consists of."""
@@ -34,7 +34,7 @@ class Selection(Protocol):
         ...
 
     @property
-    def sidecars(self) -> Mapping[str, Mapping[Role, Sidecar]]:
+    def sidecars(self) -> Mapping[str, Mapping[ColumnWriter, Sidecar]]:
         """uuid of a shard of `parts` -> role -> the sidecar that counts."""
         ...
 

@@ -46,7 +46,7 @@ from relax_hpc.bus.staleness import judging_span, staleness
 from relax_hpc.errors import BusError, PeerTimeoutError
 from relax_hpc.runtime.files.storage import is_short
 from relax_hpc.runtime.paths import BusPaths
-from relax_hpc.schema import Role
+from relax_hpc.schema import ColumnWriter
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class Sequencer:
         *,
         prompts_per_step: int,
         position: PlanPosition | None,
-        needs: Sequence[Role] = (),
+        needs: Sequence[ColumnWriter] = (),
         over_age: OverAge = "wait",
         max_staleness: int = 0,
         keep_steps: int = 0,

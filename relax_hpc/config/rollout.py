@@ -15,7 +15,7 @@ TOWERS = ["visual", "audio_tower"]
 PLACES = ("task", "outcome")
 """Placeholders for file paths in a program's command."""
 _PLACE = re.compile(r"(?<!\$)\{([a-z_]+)\}")
-Transport = Literal["collective", "files"]
+TransportName = Literal["collective", "files"]
 StopTexts = list[Annotated[str, Field(min_length=1)]]
 
 
@@ -101,7 +101,7 @@ class WeightsAdvanced(Section):
 
 
 class WeightsConfig(Section):
-    transport: Transport = "collective"
+    transport: TransportName = "collective"
     """`collective` broadcasts (NCCL or gloo); `files` goes through the run directory."""
     quantize: Literal["none", "fp8"] = "none"
     """`fp8` gives SGLang engines 8-bit linear layers, with a scale per block of 128 x 128: the

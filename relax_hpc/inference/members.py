@@ -18,7 +18,7 @@ from functools import lru_cache, partial
 from threading import RLock
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
-from relax_hpc.config.rollout import Transport
+from relax_hpc.config.rollout import TransportName
 from relax_hpc.runtime.files import records
 from relax_hpc.runtime.files.records import RecordCache, read_json, write_json
 from relax_hpc.runtime.paths import RunPaths
@@ -57,7 +57,7 @@ class Member(NamedTuple):
     lane: int = -1
     """Rank of the trainer that shares the GPU of the engine's first rank, the others following; -1:
     the engine has GPUs of its own."""
-    transport: Transport = "collective"
+    transport: TransportName = "collective"
     """Transport of weights to it, if its pool follows the policy."""
     pool: str = "rollout"
     """Name of the pool in the job: its table is `[engines.NAME]`."""

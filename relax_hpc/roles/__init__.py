@@ -9,6 +9,6 @@
 
 `table.py` says what each role is. Its folder has `build.py` (makes its parts) or `loop.py` (runs
 them), mostly both. A new one needs a section in `config.run`, too. If it writes columns:
-`schema.COLUMNS`, and a number in `schema.ROLES`. If it notes events or files of its own:
+`schema.COLUMNS`, and a number in `schema.COLUMN_WRITERS`. If it notes events or files of its own:
 `runtime.telemetry.event_table`, `runtime.paths`.
 """

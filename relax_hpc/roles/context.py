@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from relax_hpc.config.rollout import Transport
+from relax_hpc.config.rollout import TransportName
 from relax_hpc.runtime.files.records import read_json, write_json
 
 
@@ -45,7 +45,7 @@ class TaskContext:
     """GPUs per node that its component requested."""
     step_from: int = 0
     """Rank of the first task of its step, if the component has several steps."""
-    transport: Transport | None = None
+    transport: TransportName | None = None
     """Transport of weights to an added engine, if not `weights.transport`."""
     end: JobEnd | None = None
     """The end of the job, for a task that may requeue it."""

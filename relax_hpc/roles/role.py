@@ -10,7 +10,7 @@ from relax_hpc.roles.facts import Facts
 from relax_hpc.runtime.comm.world import World
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry.events import EventWriter
-from relax_hpc.schema import Role as Writer
+from relax_hpc.schema import ColumnWriter
 from relax_hpc.sections import Resources
 
 Side = Literal["sampling", "training"]
@@ -34,7 +34,7 @@ class Place:
     """Fields of `resources` that are its own even so."""
     is_apart: bool = False
     """Whether its tasks are independent: then each has a step of its own, which restarts alone."""
-    writes: Writer | None = None
+    writes: ColumnWriter | None = None
     """The writer whose bus columns it writes, if components of a role differ in that."""
 
 
@@ -65,7 +65,7 @@ class Role(Generic[C]):
     check: Check[C] = nothing_to_check
     is_one_world: bool = False
     """Whether its ranks form one world, Megatron's; otherwise tasks work alone."""
-    writes: Writer | None = None
+    writes: ColumnWriter | None = None
     """The writer whose bus columns its rank 0 writes (`schema.COLUMNS`), if any."""
     profile: str | None = None
     """Table of site profiles with its resources; None: the whole site's."""
@@ -82,7 +82,7 @@ class Role(Generic[C]):
     def places_in(self, config: JobConfig) -> Sequence[Place]:
         return self.places(config) if isinstance(config, self.job) else ()
 
-    def writer_at(self, place: Place) -> Writer | None:
+    def writer_at(self, place: Place) -> ColumnWriter | None:
         return place.writes or self.writes
 
     def check_job(self, config: JobConfig, facts: Facts, say: Say) -> JobConfig:

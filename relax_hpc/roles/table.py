@@ -289,7 +289,7 @@ def check_columns(config: JobConfig) -> None:
             )
 
 
-def sidecar_writers(config: JobConfig) -> dict[str, schema.Role]:
+def sidecar_writers(config: JobConfig) -> dict[str, schema.ColumnWriter]:
     """Returns the names of writers that add columns to the producers' shards, with their roles."""
     return {
         f"{place.component}-0": writer

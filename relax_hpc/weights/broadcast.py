@@ -14,8 +14,7 @@ from relax_hpc.inference.members import Engines, Key, Member
 from relax_hpc.runtime.comm.address import node_address
 from relax_hpc.runtime.comm.bucket import BucketPlan, Sending, Spec, Wire
 from relax_hpc.runtime.comm.orders import PLAN, Order, Task
-from relax_hpc.runtime.comm.torch_group import BroadcastGroup, open_store
-from relax_hpc.runtime.comm.torch_group import Transport as Backend
+from relax_hpc.runtime.comm.torch_group import BroadcastGroup, GroupBackend, open_store
 from relax_hpc.runtime.files.records import write_json
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.weights.staging import Outgoing, Wait
@@ -62,7 +61,7 @@ class MemberGroup:
         receivers: Engines,
         plan: BucketPlan,
         config: WeightsConfig,
-        backend: Backend,
+        backend: GroupBackend,
         threads: ThreadPoolExecutor,
         taught: set[Key],
     ) -> "MemberGroup":
@@ -260,7 +259,7 @@ class CollectiveTransport(JointTransport):
         threads: ThreadPoolExecutor,
         ranks: TrainerRanks,
         plan: BucketPlan,
-        backend: Backend,
+        backend: GroupBackend,
     ) -> None:
         super().__init__("collective", threads, ranks)
         self._config, self._paths, self._plan, self._backend = config, paths, plan, backend

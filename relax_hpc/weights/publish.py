@@ -20,7 +20,7 @@ from relax_hpc.inference import switches
 from relax_hpc.inference.client import EngineClient
 from relax_hpc.inference.members import MEMORY, EngineRegistry, Engines, Member
 from relax_hpc.runtime.comm.bucket import BucketPlan
-from relax_hpc.runtime.comm.torch_group import Transport as Backend
+from relax_hpc.runtime.comm.torch_group import GroupBackend
 from relax_hpc.runtime.telemetry.timers import Phase, Timers
 from relax_hpc.weights.broadcast import CollectiveTransport
 from relax_hpc.weights.files import FileTransport, Loaded, Loads
@@ -242,7 +242,7 @@ class Publisher:
         if way == "lanes":
             assert self._link
             return LaneTransport(self._link, threads, self._ranks)
-        backend: Backend = "nccl" if self._buffers.device.type == "cuda" else "gloo"
+        backend: GroupBackend = "nccl" if self._buffers.device.type == "cuda" else "gloo"
         return CollectiveTransport(config, paths, threads, self._ranks, self._buffers.plan, backend)
 
     def _open(self, live: Iterable[Member]) -> list[Way]:

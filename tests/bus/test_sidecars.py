@@ -11,8 +11,8 @@ from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.shards.shard_format import DTYPES
 from relax_hpc.bus.sidecar import SidecarWriter
-from relax_hpc.errors import BusError, DamagedError, FencedError, PeerTimeoutError
-from relax_hpc.schema import COLUMNS, ROLES, Column
+from relax_hpc.errors import BusError, DamagedError, PeerTimeoutError
+from relax_hpc.schema import COLUMN_WRITERS, COLUMNS, Column
 
 WRITERS = {"reference-0": "reference", "reference-1": "reference", "critic-0": "critic"}
 
@@ -83,16 +83,6 @@ def test_a_batch_waits_for_the_columns_it_needs_and_comes_with_them(paths):
         assert "teacher_logprobs" not in trajectory.columns
     with sequencer(paths) as seq:
         assert batch(seq, 1) == record
-
-
-def test_columns_that_are_not_asked_for_are_not_read(paths):
-    produce_all(paths, P)
-    widen_all(paths)
-    with sequencer(paths) as seq:
-        record = batch(seq, 1)
-    (row,) = Reader(paths).rows(record, [0], columns=["ragged/values"])
-    assert "values" in row.columns
-    assert "ref_logprobs" not in row.columns
 
 
 def test_only_writers_of_needed_columns_are_waited_for_and_read(paths):
@@ -172,19 +162,6 @@ def test_a_damaged_sidecar_is_made_again_and_the_run_goes_on(paths, caplog):
     assert all("ref_logprobs" in row.columns for row in rows_of(paths, record))
 
 
-def test_owners_delete_sidecars_with_what_they_widen(paths):
-    produce_all(paths, P)
-    widen_all(paths)
-    with SidecarWriter(paths, "reference-0", {}) as writer:
-        assert writer.collect(1) == 1
-        assert writer.collect(3) == 1
-        assert writer.pending(retired_guid_below=0) == []
-    with Producer(paths, "rollout-0", {}) as producer:
-        producer.collect(2)
-    with SidecarWriter(paths, "reference-0", {}) as writer:
-        assert [p.record.guid_min for p in writer.pending(retired_guid_below=2)] == [2]
-
-
 def test_what_is_known_of_shards_goes_with_them(paths):
     """A run has millions: two of each ten groups are kept here, whatever came before."""
     with SidecarWriter(paths, "reference-0", {}) as writer:
@@ -225,32 +202,6 @@ def test_columns_that_do_not_fit_are_refused_before_anything_is_written(paths):
         assert writer.pending()[0] == pending
 
 
-def test_a_sidecar_with_the_rows_of_another_shard_is_not_taken(paths, caplog):
-    produce(paths, "rollout-0", [0])
-    produce(paths, "rollout-0", [2, 4], per_shard=2)
-    produce(paths, "rollout-1", [1, 3])
-    widen(paths, "reference-1")
-    widen(paths, "reference-0")
-    one, other = (paths.shard("reference-0", 1, seq) for seq in (0, 1))
-    one.write_bytes(other.read_bytes())
-    with (
-        sequencer(paths, needs=["reference"]) as seq,
-        pytest.raises(PeerTimeoutError, match=r"reference-0 owes \[0\]"),
-    ):
-        batch(seq, 1)
-    assert "is not the shard that record" in caplog.text
-
-
-def test_a_superseded_writer_is_fenced(paths):
-    produce_all(paths, P)
-    zombie = SidecarWriter(paths, "reference-0", {})
-    pending = zombie.pending()[0]
-    with zombie.open(pending) as shard:
-        columns = ref_logprobs(shard)
-    with SidecarWriter(paths, "reference-0", {}), pytest.raises(FencedError, match="fence 2 after"):
-        zombie.put(pending, columns)
-
-
 def test_needs_and_names_are_checked_at_the_start(paths):
     with pytest.raises(BusError, match="need the columns of teacher, but no sidecar writer"):
         sequencer(paths, needs=["teacher"])
@@ -284,7 +235,7 @@ def test_a_column_is_a_line_of_the_schema(paths, tmp_path, monkeypatch):
         "ragged/surprise": Column("float32", "token", "judge", "how odd a judge finds a token"),
         "row/verdict": Column("float32", "row", "judge", "what it says of the whole"),
     }
-    monkeypatch.setitem(ROLES, "judge", 16)
+    monkeypatch.setitem(COLUMN_WRITERS, "judge", 16)
     monkeypatch.setitem(log.ROLE_OF_NUMBER, 16, "judge")
     for name, column in declared.items():
         monkeypatch.setitem(COLUMNS, name, column)

@@ -20,7 +20,7 @@ from relax_hpc.config.job_file import validate
 from relax_hpc.config.keys import TOLD_ONCE
 from relax_hpc.config.run import RunConfig, SftRunConfig
 from relax_hpc.runtime.telemetry.event_table import EVENTS
-from relax_hpc.schema import COLUMNS, ROLES, Role
+from relax_hpc.schema import COLUMN_WRITERS, COLUMNS, ColumnWriter
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -158,9 +158,11 @@ def test_every_key_of_a_job_says_what_it_does():
 
 def test_roles_in_the_bus_page_are_numbered_as_in_the_code():
     [row] = re.findall(r"^\| 6 \| u16 \| role: (.*) \|$", PAGES_BY_NAME["bus.md"].read_text(), re.M)
-    assert row.split(", ") == [f"{number} {role}" for role, number in ROLES.items()]
-    assert set(ROLES) == set(get_args(Role)) == {column.writer for column in COLUMNS.values()}
-    assert len(set(ROLES.values())) == len(ROLES) and not {1, 6, 7} & set(ROLES.values())
+    assert row.split(", ") == [f"{number} {role}" for role, number in COLUMN_WRITERS.items()]
+    assert set(COLUMN_WRITERS) == set(get_args(ColumnWriter))
+    assert set(COLUMN_WRITERS) == {column.writer for column in COLUMNS.values()}
+    numbers = COLUMN_WRITERS.values()
+    assert len(set(numbers)) == len(numbers) and not {1, 6, 7} & set(numbers)
 
 
 def test_the_job_in_the_readme_is_one():
@@ -187,15 +189,6 @@ def test_a_key_is_explained_with_its_value_in_a_job():
     assert "here: actor.optimizer.lr = 0.0005" in found.output
     assert "Adam's learning rate after the warm-up" in found.output
     assert "actor.advanced.attention" not in found.output
-
-
-def test_what_a_layout_holds_is_explained_for_the_component_that_is_asked_for():
-    job = ["check", "jobs/tiny/arithmetic.toml", "--explain"]
-    found = CliRunner().invoke(app, [*job, "actor.layout.tensor_parallel"]).output
-    assert found.count("Ranks that share every matrix.") == 1
-    assert "here: actor.layout.tensor_parallel = 2" in found
-    listed = CliRunner().invoke(app, ["keys", "engines.<name>.resources"]).output
-    assert "engines.<name>.resources.partition" in listed and "actor" not in listed
 
 
 def test_keys_lists_every_setting_and_names_the_nearest():

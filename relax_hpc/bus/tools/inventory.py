@@ -20,7 +20,7 @@ from relax_hpc.bus.plan import Chain, PlanRecord, ShardRange, Sidecar, read_chai
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.errors import BusError, DamagedError
 from relax_hpc.runtime.paths import BusPaths
-from relax_hpc.schema import PRODUCER, Role
+from relax_hpc.schema import PRODUCER, ColumnWriter
 
 
 class Finding(NamedTuple):
@@ -57,7 +57,7 @@ class CommittedShard(NamedTuple):
 
 class Writer(NamedTuple):
     name: str
-    role: Role
+    role: ColumnWriter
     log: list[CommitRecord]
     shards: list[CommittedShard]
     files: list[FileEntry]
@@ -74,11 +74,11 @@ class Writer(NamedTuple):
         return bool(self.log) and self.log[-1].kind is RecordKind.CLOSE
 
 
-def writers_of(header: BusHeader) -> dict[str, Role]:
+def writers_of(header: BusHeader) -> dict[str, ColumnWriter]:
     return {**dict.fromkeys(header.producers, PRODUCER), **header.sidecar_writers}
 
 
-def read_writer(paths: BusPaths, name: str, role: Role) -> Writer:
+def read_writer(paths: BusPaths, name: str, role: ColumnWriter) -> Writer:
     """Reads one writer.
 
     Raises:
@@ -283,7 +283,7 @@ class _GroupRecords:
             for record in chain.steps
             for index, part in enumerate(record.parts)
         }
-        self._sidecars: dict[str, dict[Role, Sidecar]] = {}
+        self._sidecars: dict[str, dict[ColumnWriter, Sidecar]] = {}
         """uuid of a base shard -> role -> its sidecar: the first committed."""
         for shard in (shard for writer in writers for shard in writer.shards):
             if shard.record.kind is RecordKind.SIDE:

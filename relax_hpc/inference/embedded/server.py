@@ -59,7 +59,7 @@ from relax_hpc.runtime.comm.bucket import (
 from relax_hpc.runtime.comm.door import Door, reply
 from relax_hpc.runtime.comm.lanes import Taker
 from relax_hpc.runtime.comm.orders import LOADER, Order, Patience, Receipt, key_of
-from relax_hpc.runtime.comm.torch_group import BroadcastGroup, Transport
+from relax_hpc.runtime.comm.torch_group import BroadcastGroup, GroupBackend
 from relax_hpc.runtime.process import tell_stacks
 from relax_hpc.schema import FinishReason
 
@@ -83,7 +83,7 @@ class WeightGroups:
         self._over.update(self._groups if name is None else self._groups.keys() & {name})
 
     def join(
-        self, host: str, port: int, rank: int, world_size: int, name: str, backend: Transport
+        self, host: str, port: int, rank: int, world_size: int, name: str, backend: GroupBackend
     ) -> None:
         """Blocks until all ranks of the group are there.
 

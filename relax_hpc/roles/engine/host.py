@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from relax_hpc.config.engines import ROLLOUT, EnginePool, follows_policy
-from relax_hpc.config.rollout import Transport
+from relax_hpc.config.rollout import TransportName
 from relax_hpc.config.run import RESTART_DELAYS_S, RESTART_WINDOW_S, RunConfig, engines_of
 from relax_hpc.errors import EngineError, EngineUnfitError, PeerTimeoutError, RelaxError
 from relax_hpc.inference import capabilities, members, switches
@@ -77,7 +77,7 @@ class Hosting:
     hang_timeout_s: float
     max_restarts: int
     peer_timeout_s: float
-    transport: Transport
+    transport: TransportName
     recomputes: bool
     """Whether an update drops the key-value cache."""
     loads_itself: bool = False
@@ -108,7 +108,7 @@ def slots_of(pool: EnginePool, context: TaskContext) -> list[EngineSlot]:
 
 
 def hosting_of(
-    config: RunConfig, slot: EngineSlot, name: str = ROLLOUT, transport: Transport | None = None
+    config: RunConfig, slot: EngineSlot, name: str = ROLLOUT, transport: TransportName | None = None
 ) -> Hosting:
     pool = config.engines[name]
     follows = follows_policy(name)

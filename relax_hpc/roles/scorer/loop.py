@@ -18,7 +18,7 @@ from relax_hpc.roles.training.duties import Duties, Floats
 from relax_hpc.runtime import heartbeat
 from relax_hpc.runtime.comm.world import World
 from relax_hpc.runtime.telemetry.timers import Timers
-from relax_hpc.schema import Role, Trajectory
+from relax_hpc.schema import ColumnWriter, Trajectory
 from relax_hpc.trainer.training_engine import ScoringEngine
 
 Ints = npt.NDArray[np.int32]
@@ -35,7 +35,7 @@ class Round(NamedTuple):
     """Micro-batches per data-parallel rank; rows in none are left out."""
     prompts: Mapping[int, Ints] = {}
     """Prompt group -> tokens that replace the prompt when its rows are scored."""
-    sidecars: Mapping[str, dict[Role, Sidecar]] = {}
+    sidecars: Mapping[str, dict[ColumnWriter, Sidecar]] = {}
     rewards: Floats | None = None
     """[rows], the rewards that the algorithm compares, of a batch to learn from."""
 

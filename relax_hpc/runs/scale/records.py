@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Self
 
-from relax_hpc.config.rollout import Transport
+from relax_hpc.config.rollout import TransportName
 from relax_hpc.inference.members import ENDED, Standing
 from relax_hpc.runtime.files.records import RecordCache, read_json, write_json
 from relax_hpc.runtime.paths import RunPaths
@@ -29,7 +29,7 @@ class ScaleRequest:
     drain_s: float
     """Time for running requests of a removed engine to finish."""
     time: float
-    transport: Transport | None = None
+    transport: TransportName | None = None
     """Transport of weights to added engines; None: as in `weights.transport`."""
 
     @classmethod
@@ -88,7 +88,7 @@ class Extra:
     """Set once told to end: its state after that."""
     end_by: float = 0.0
     was_active: bool = False
-    transport: Transport | None = None
+    transport: TransportName | None = None
     """Transport of weights to it, if not as in `weights.transport`."""
 
     @property
@@ -122,7 +122,7 @@ class ScaleState:
     """Engines that fit on one node."""
     requests: dict[int, ScaleOutcome] = field(default_factory=dict)
     extras: dict[str, Extra] = field(default_factory=dict)
-    transport: Transport | None = None
+    transport: TransportName | None = None
     """Transport to engines added from now on, including replacements."""
 
     @property

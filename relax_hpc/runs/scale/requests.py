@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 from relax_hpc.config import job_file
-from relax_hpc.config.rollout import Transport
+from relax_hpc.config.rollout import TransportName
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError, EngineError, LaunchError, PeerTimeoutError
 from relax_hpc.inference import members
@@ -138,10 +138,12 @@ def wait(run_dir: Path, request: ScaleRequest) -> ScaleOutcome:
         time.sleep(_POLL_S)
 
 
-def _transport(name: str | None) -> Transport | None:
-    if name is None or name in get_args(Transport):
+def _transport(name: str | None) -> TransportName | None:
+    if name is None or name in get_args(TransportName):
         return name  # type: ignore[return-value]
-    raise ConfigError(f"--transport {name}: unknown; it is one of {', '.join(get_args(Transport))}")
+    raise ConfigError(
+        f"--transport {name}: unknown; it is one of {', '.join(get_args(TransportName))}"
+    )
 
 
 def _make_request(kind: Kind, engines: int) -> ScaleRequest:

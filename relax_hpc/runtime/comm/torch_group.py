@@ -209,7 +209,7 @@ def _decode(text: Tensor) -> Any:  # noqa: ANN401
     return json.loads(text.numpy().tobytes())
 
 
-Transport = Literal["gloo", "nccl"]
+GroupBackend = Literal["gloo", "nccl"]
 _POLL_S = 1e-4
 _UNWATCHED = "TORCH_NCCL_BLOCKING_WAIT"
 
@@ -282,7 +282,7 @@ class BroadcastGroup(Shelf):
         rank: int,
         world_size: int,
         name: str,
-        backend: Transport,
+        backend: GroupBackend,
         *,
         store: dist.TCPStore | None = None,
         timeout_s: float = 300,
