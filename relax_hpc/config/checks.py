@@ -17,8 +17,6 @@ from relax_hpc.schema import TEACHERS, columns_of
 if TYPE_CHECKING:
     from relax_hpc.config.run import RunConfig
 
-_BELOW_ZERO = {"length": "a penalty", "repetition": "a penalty"}
-"""Built-in rewards that can be below 0 -> their description."""
 _GRID = "(tensor x pipeline x context x data_parallel)"
 
 
@@ -398,18 +396,10 @@ def _check_lowest_rewards(algorithm: Algorithm, config: "RunConfig") -> None:
         )
     for title, term in config.reward.every_term.items():
         key = f"reward.terms.{title}" if title else "reward"
-        said = _BELOW_ZERO.get(term.name)
-        if term.name == "dapo" and term.args.get("wrong", -1.0) != 0:
-            said = "-1 where it is wrong"
         if term.weight < 0:
             raise ValueError(
                 f"{key}.weight = {term.weight:g}: algorithm.advantage.name = 'max_rl' takes no "
                 "reward below 0; use another advantage"
-            )
-        if said:
-            raise ValueError(
-                f"{key}.name = {term.name!r}: is below 0 ({said}), which algorithm.advantage.name "
-                "= 'max_rl' does not take; use another reward, or another advantage"
             )
 
 

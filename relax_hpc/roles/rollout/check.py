@@ -11,6 +11,7 @@ from relax_hpc.data.source import Prompt, PromptSource
 from relax_hpc.environments import registry as environments
 from relax_hpc.environments.rewards import trial
 from relax_hpc.environments.rewards.contract import Sample
+from relax_hpc.environments.rewards.registry import terms_of
 from relax_hpc.errors import ConfigError
 from relax_hpc.inference.sglang import launch as sglang
 from relax_hpc.roles.engine.check import check_engine, check_quantized
@@ -38,6 +39,7 @@ def check(config: RunConfig, facts: Facts, say: Say) -> RunConfig:
     check_quantized(config, shape)
     check_evaluations(config)
     check_prompts(config, facts, say)
+    check_lowest_rewards(config)
     return config
 
 
@@ -84,6 +86,17 @@ def check_evaluations(config: RunConfig) -> None:
             raise ConfigError(
                 f"eval.{name}.samples_per_prompt = {held.samples_per_prompt}: are all alike, since "
                 f"temperature = 0 is greedy; set eval.{name}.temperature, say to 1, or sample one"
+            )
+
+
+def check_lowest_rewards(config: RunConfig) -> None:
+    """Checks that no built-in reward is below 0 where the advantage takes none."""
+    for term in terms_of(config.reward):
+        if config.algorithm.advantage.name == "max_rl" and term.if_failed < 0:
+            raise ConfigError(
+                f"{term.key}.name = {term.name!r}: can be {term.if_failed:g}, and "
+                "algorithm.advantage.name = 'max_rl' takes no reward below 0; use another reward, "
+                "or another advantage"
             )
 
 

@@ -1,6 +1,7 @@
 """Settings of rewards, and rewards that are the sum of several."""
 
 import asyncio
+import re
 from pathlib import Path
 
 import hostile
@@ -21,8 +22,21 @@ from relax_hpc.environments.rewards.contract import (
 )
 from relax_hpc.environments.rewards.scorer import Scorer
 from relax_hpc.errors import ConfigError
+from relax_hpc.roles.rollout.check import check_lowest_rewards
 
 PLUGIN = Path(hostile.__file__)
+
+
+def test_no_reward_that_can_be_below_0_goes_with_an_advantage_that_takes_none():
+    dapo = {"name": "dapo"}
+    half = {"terms": {"a": {"name": "length", "weight": 0.5, "args": {"limit": 9, "cache": 1}}}}
+    max_rl = {"algorithm__preset": "max_rl"}
+    of_dapo, of_half = "reward.name = 'dapo': can be -1, ", "a.name = 'length': can be -0.5, "
+    for reward, words in ((dapo, of_dapo), (half, of_half)):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            check_lowest_rewards(config(reward=reward, **max_rl))
+        check_lowest_rewards(config(reward=reward))
+    check_lowest_rewards(config(reward=dapo | {"args": {"wrong": 0.0}}, **max_rl))
 
 
 def scores_of(terms, *responses, deadline_s=5.0):
