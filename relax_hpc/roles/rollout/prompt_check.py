@@ -157,7 +157,7 @@ def sources_of(
     """
     settings = config.prompts
     path = config.model.path
-    recipe = read_recipe(path, settings.media, facts and facts.config(path).record)
+    recipe = read_recipe(path, settings.media, facts.config(path).record if facts else None)
     _check_media(config, recipe)
     media = recipe and MediaTokens(recipe, tokenizer, Decoders(settings.media.advanced.workers))
     if settings.chat_template and not tokenizer.chat_template:
