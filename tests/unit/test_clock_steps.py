@@ -1,11 +1,10 @@
 """The clock of a node is set, e.g. by chronyd or since a virtual machine was resumed: a process is
 the one that it was."""
 
-import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -109,8 +108,8 @@ def started(monkeypatch, module, tmp_path, *options):
     """A main whose script is not the process of that number any more."""
     gone = replace(ProcessId.of(os.getpid()), start_ticks=1)
     monkeypatch.setattr(module, "ProcessId", SimpleNamespace(of=lambda _: gone))
-    monkeypatch.setattr(module.storage, "settle", lambda *_, **__: None)
-    monkeypatch.setattr(module.permissions, "adopt", lambda _: None)
+    monkeypatch.setattr(module.job_file.storage, "settle", lambda *_, **__: None)
+    monkeypatch.setattr(module.job_file.permissions, "adopt", lambda _: None)
     config = SimpleNamespace(launch=LaunchConfig(advanced={"peer_timeout_s": 9, "idle_s": 9}))
     monkeypatch.setattr(module, "RunConfig", SimpleNamespace)
     monkeypatch.setattr(module.job_file, "read_resolved", lambda _: config)
@@ -140,9 +139,3 @@ def test_so_has_a_scaler_once_its_engines_have_ended(monkeypatch, tmp_path, told
         with pytest.raises(SystemExit, match="the job script, is not there"):
             main()
     assert len(ended) == 1
-
-
-def test_records_stay_readable_for_versions_that_know_no_ticks():
-    own = json.loads(json.dumps(asdict(ProcessId.of(os.getpid()))))
-    assert own["start_time"] == pytest.approx(psutil.Process().create_time(), abs=1)
-    assert ProcessId.read(own | {"node": "n1", "time": 0.0}) == ProcessId.of(os.getpid())
