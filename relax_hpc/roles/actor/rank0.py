@@ -125,7 +125,7 @@ class ActorRank0(Duties[Portion]):
                 record = self.sequencer.next_portion(
                     step,
                     min_tokens=self._config.tokens_per_portion,
-                    timeout_s=self._config.launch.peer_timeout_s,
+                    timeout_s=self._config.launch.advanced.peer_timeout_s,
                     may_lack_groups=self._config.launch.layout == "separate",
                     on_wait=self._look_up,
                 )
@@ -220,7 +220,7 @@ class ActorRank0(Duties[Portion]):
         self._shards |= name_shards(self._config.run_dir, record.guids, record.parts)
 
     def _is_checked(self, version: int) -> bool:
-        every = self._config.weights.checksum_every
+        every = self._config.weights.advanced.checksum_every
         is_last = version == self._config.schedule.num_steps
         return version > 0 and (is_last or (every > 0 and version % every == 0))
 
@@ -334,7 +334,7 @@ class LastPolicy:
         publisher: Publications,
         tell_others: Callable[[], None] = nothing,
     ) -> None:
-        self._publisher, self._patience_s = publisher, config.launch.peer_timeout_s
+        self._publisher, self._patience_s = publisher, config.launch.advanced.peer_timeout_s
         self._tell_others = tell_others
         size = config.rollout_pool.num_hosts
         tasks = range(size) if config.launch.layout != "separate" else ()
@@ -346,7 +346,7 @@ class LastPolicy:
         """Waits for an engine or for the last score.
 
         Raises:
-            PeerTimeoutError: no prompt was scored for `launch.peer_timeout_s`.
+            PeerTimeoutError: no prompt was scored for `launch.advanced.peer_timeout_s`.
         """
         while self._look():
             if self._publisher.has_newcomers():
