@@ -96,7 +96,6 @@ def updated(model, rows, advantages, logprobs_of, layout, num_steps, **known):
         adamw.step()
         steps.append(layout(dict(model.named_parameters())))
     with torch.no_grad():
-        last = [logprobs_of(row).numpy().copy() for row in rows]
         for name, parameter in model.named_parameters():
             parameter.copy_(start[name])
     mean_advantage = -sum(
@@ -106,7 +105,6 @@ def updated(model, rows, advantages, logprobs_of, layout, num_steps, **known):
     return batch_of(
         rows, advantages, logprobs=logprobs, gradients=gradients, norms=norms, steps=steps,
         losses=[mean_advantage] * num_steps,  # the ratio to the policy itself is 1
-        last_logprobs=last,
         **known,
     )  # fmt: skip
 

@@ -153,20 +153,6 @@ def test_a_grid_must_divide_the_model(folder, fields, grid, message):
         made(folder, grid, **(QWEN3 | fields))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_experts": None}, "num_experts = None: a positive integer is expected"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9: there are num_experts = 8"),
-        ({"norm_topk_prob": 1}, "norm_topk_prob = 1: true or false"),
-        ({"mlp_only_layers": [0, 1]}, "leave no layer with experts"),
-    ],
-)
-def test_experts_that_make_no_sense_are_refused_by_key(folder, fields, message):
-    with pytest.raises(ConfigError, match=message):
-        read_architecture(mixture(folder, **fields))
-
-
 HALF, QUARTER = {"final_lr_fraction": 0.5}, 0.25 * 2**-0.5  # cos(pi / 4) / 4
 TO_0, TO_TENTH = {"final_lr_fraction": 0.0}, {"final_lr_fraction": 0.1}
 SIXTEEN = 0.2 + 1.8 * (1 - 0.5**0.5)  # by square root, half of the way is behind after a quarter

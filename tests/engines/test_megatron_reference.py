@@ -80,17 +80,3 @@ def test_a_refreshed_reference_is_the_policy_of_that_step_also_after_a_restart(
         if layout == saved:
             assert equal(reference, refreshed)
             assert equal(own, trained)
-
-
-@pytest.mark.parametrize("grid", ["tp2", "dp2", "pp2"])
-def test_the_kl_term_leaves_the_reference_alone_and_pulls_others_back(ranks, policies, grid):
-    pool = opened(ranks, policies[0][0], grid)
-    pool.open_reference()
-    at_reference = pool.train_with_kl(**BATCH, coefficient=1.0)[0]
-    assert at_reference["kl/mean"] == pytest.approx(0, abs=1e-9)
-    assert at_reference["grad_norm"] == pytest.approx(0, abs=1e-5)
-    pool = opened(ranks, policies[0][0], grid)
-    pool.open_reference(path=policies[1][0])
-    kl = [pool.train_with_kl(**BATCH, coefficient=1.0)[0]["kl/mean"] for _ in range(4)]
-    assert kl[0] > 0.1 and kl[3] < kl[2] < kl[1] < kl[0]
-    assert pool.train_with_kl(**BATCH, coefficient=0.0)[0]["grad_norm"] == 0

@@ -18,7 +18,6 @@ from trainers import VOCAB, job, num_tokens, valued
 from relax_hpc.algorithms.aggregation import row_weights
 from relax_hpc.algorithms.algorithm import algorithm_of
 from relax_hpc.algorithms.composition import Objective, cross_entropy, objective_of, value_loss
-from relax_hpc.algorithms.kl import Kl
 from relax_hpc.algorithms.part import LossOutput
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import MismatchError, TrainingError
@@ -332,24 +331,6 @@ def _dealt(rows, numbers):
     """Row numbers of this rank's micro-batches."""
     plan = _deal([len(rows[row].token_ids) for row in numbers])
     return [numbers[batch].tolist() for batch in plan[_state["trainer"].dp_rank]]
-
-
-def train_with_kl(rows, advantages, coefficient):
-    """A step whose loss has a KL term, by this rank's reference; its metrics."""
-    trainer, micro_batches = _state["trainer"], _own(rows)
-    scored = [row.columns["ref_logprobs"] for row in _state["reference"].fill(rows, micro_batches)]
-    rows = [
-        row.with_columns(ref_logprobs=values if len(values) else np.zeros(len(row.token_ids), "f4"))
-        for row, values in zip(rows, scored, strict=True)
-    ]
-
-    def loss(logprobs, micro_batch):
-        kl = Kl(name="k3").of_tokens(logprobs, micro_batch)
-        metrics = {name: values.sum() for name, values in kl.metrics.items()}
-        return LossOutput(0.0 * logprobs.sum() + coefficient * kl.loss.sum(), metrics)
-
-    trainer.accumulate(valued(rows, advantages), micro_batches, Objective(loss))
-    return trainer.update()
 
 
 def learn(rows, num_steps=1, num_portions=1, clip=0.0):
