@@ -68,7 +68,7 @@ class MemberGroup:
         """Joins trainer and members. Engines block while they join, so all are called at once.
 
         Raises:
-            MemberError: members that refused, or did not join within `config.timeout_s`.
+            MemberError: members that refused, or did not join within `config.advanced.timeout_s`.
         """
         size = 1 + sum(member.num_ranks for member in receivers)
         host, timeout_s = node_address(), config.advanced.timeout_s

@@ -163,7 +163,7 @@ def gather(
     Args:
         config: whether to quantise, and the size of buckets.
         specs: of the weights as the trainer has them, in the order of the model.
-        gather: of buckets of at most `config.bucket_bytes`; this rank's end of it.
+        gather: of buckets of at most `config.advanced.bucket_bytes`; this rank's end of it.
     """
     plan = BucketPlan.of(specs, config.advanced.bucket_bytes)
     quantizer = Quantizer.of(config)
