@@ -2,9 +2,7 @@
 
 import json
 import re
-import sys
 import time
-from pathlib import Path
 
 import nfs_hosts
 import pytest
@@ -173,19 +171,3 @@ def test_a_draft_that_a_zombie_on_the_same_host_holds_open_stops_nobody(hosts):
     finally:
         go.touch()
         zombie.wait()
-
-
-@pytest.mark.soak
-def test_the_protocol_and_crash_tests_pass_on_nfs(hosts):
-    """Within one host each; the tests above are those between hosts."""
-    here = Path(__file__).parent
-    files = [("test_protocol.py", "test"), ("test_crashes.py", "middle_of_its_work")]
-    jobs = [
-        host.start(
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", here / file),
-            *(f"--basetemp={MOUNT / file}", f"--rootdir={here}", "-k", which),
-        )
-        for host, file, which in zip(hosts, *zip(*files, strict=True), strict=True)
-    ]
-    for job in jobs:
-        assert job.wait(600) == 0, job.out[-5000:]

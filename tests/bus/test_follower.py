@@ -5,9 +5,8 @@ from bus_fixtures import PRODUCERS, SIBLINGS, P, batch, make_bus, produce, produ
 
 from relax_hpc.bus.credits import CreditTail, CreditWriter
 from relax_hpc.bus.frames import FrameWriter
-from relax_hpc.bus.plan import PlanFollower, PlanPosition, PlanTail, claim_fence, read_chain
+from relax_hpc.bus.plan import PlanFollower, PlanTail, claim_fence, read_chain
 from relax_hpc.bus.reader import Reader
-from relax_hpc.errors import BusError
 
 
 @pytest.fixture
@@ -98,13 +97,6 @@ def test_while_a_trainer_has_not_said_what_it_keeps_nothing_is_given(paths):
         assert follower.next_batch() is None
         batch(third, 3)
         assert follower.next_batch().step == 3
-
-
-def test_a_position_of_another_plan_is_refused(paths):
-    with sequencer(paths) as seq:
-        batch(seq, 1)
-        with pytest.raises(BusError, match="is not in this run's plan"):
-            follow(paths, PlanPosition(1, 1, 7)).next_batch()
 
 
 def test_a_tail_gives_each_record_once_those_that_are_summed_up_too(paths, monkeypatch):

@@ -97,9 +97,3 @@ def test_what_was_not_committed_is_not_seen(tmp_path):
         producer.put([PromptGroup(2, group(2).trajectories)])
     log.write_bytes(whole)  # as if the second incarnation's records had been lost
     assert [p.name for p in committed(tmp_path / "bus")] == [f"{0:012d}.h5"]
-
-
-def test_the_stranger_needs_only_thirty_lines():
-    lines = Path(__file__).read_text(encoding="utf-8").split("\n# --- ")[1].splitlines()[1:]
-    code = [line for line in lines if line.strip() and not line.strip().startswith(("#", '"""'))]
-    assert len(code) <= 30

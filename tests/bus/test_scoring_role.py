@@ -1,31 +1,24 @@
 """The reference and teachers on a real bus: models that only say back what they were given."""
 
-import errno
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 from bus_fixtures import SIBLINGS, batch, make_bus, produce_all, rows_of, sequencer
 
-from relax_hpc.bus import durable
 from relax_hpc.bus.credits import CreditTail
-from relax_hpc.bus.durable import BusFullError
 from relax_hpc.bus.log import RecordKind, read_log
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sidecar import SidecarWriter
 from relax_hpc.config.model import Layout, MegatronConfig
-from relax_hpc.roles.actor.loop import Reference
 from relax_hpc.roles.dealing.sight import StepMedia
 from relax_hpc.roles.scorer import build as rank0
 from relax_hpc.roles.scorer import loop
 from relax_hpc.roles.scorer.build import COLUMN, ScoringView
 from relax_hpc.roles.scorer.loop import behind, of_own
 from relax_hpc.roles.teacher.routing import of_its_teacher
-from relax_hpc.roles.training.duties import Duties
-from relax_hpc.runtime.comm.world import SoloWorld, StarWorld
+from relax_hpc.runtime.comm.world import SoloWorld
 from relax_hpc.runtime.telemetry.events import EventWriter, read_events
-from relax_hpc.runtime.telemetry.timers import Timers
 
 GROUPS = 12
 WRITERS = {"reference-0": "reference", "one-0": "teacher", "two-0": "teacher_2"}
@@ -139,77 +132,6 @@ def test_a_restarted_task_scores_what_is_left_and_nothing_twice(paths, tmp_path)
     assert_every_row_scored(paths)
 
 
-def test_ranks_share_the_rows_and_one_of_them_writes(paths, tmp_path):
-    scorers = [Echo(dp_rank) for dp_rank in range(2)]
-    with EventWriter(tmp_path / "events" / "reference-0.jsonl", "reference", 0) as events:
-        mine = open_rank0(paths, events, data_parallel=2)
-
-        def rank(number):
-            world = StarWorld.join(number, 2, tmp_path / "rendezvous", b"key", timeout_s=20)
-            loop.run(
-                world,
-                scorers[number],
-                Reader(paths),
-                mine if number == 0 else Duties(),
-                StepMedia(Reader(paths), None),
-            )
-
-        threads = [threading.Thread(target=rank, args=(n,), daemon=True) for n in range(2)]
-        with finished_when(paths, lambda: not mine._writer.pending()):
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(30)
-        assert not any(thread.is_alive() for thread in threads)
-        mine.close()
-    assert scorers[0].rows + scorers[1].rows == GROUPS * SIBLINGS
-    assert min(scorer.rows for scorer in scorers) > GROUPS * SIBLINGS // 4
-    assert_every_row_scored(paths)
-
-
-def test_a_full_file_system_delays_and_loses_nothing(paths, tmp_path, monkeypatch):
-    monkeypatch.setattr(durable, "FULL_RETRY_S", 0.05)
-    put, refusals = SidecarWriter.put, [3, 2, 1]
-
-    def put_if_there_is_space(self, *args, **options):
-        if refusals:
-            refusals.pop()
-            raise BusFullError(Path("shard"), OSError(errno.ENOSPC, "no space left"))
-        return put(self, *args, **options)
-
-    monkeypatch.setattr(SidecarWriter, "put", put_if_there_is_space)
-    score(paths, tmp_path)
-    assert not refusals
-    assert_every_row_scored(paths)
-
-
-def test_ranks_hear_from_rank_0_while_there_is_nothing_to_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(rank0, "SIGN_OF_LIFE_S", 0.1)
-    paths = make_bus(tmp_path, writers=WRITERS)
-    with EventWriter(tmp_path / "events" / "reference-0.jsonl", "reference", 0) as events:
-        found = open_rank0(paths, events).next_task(0, Timers())
-    assert found.parts == [] and found.micro_batches == [[]]
-
-
-def test_the_reference_in_the_actor_is_renewed_at_its_steps():
-    class Trainer:
-        renewed = 0
-
-        def keep(self, name, folder=None, *, lasting=False):
-            self.renewed += lasting
-
-    trainer = Trainer()
-    counts = []
-    reference = Reference(trainer, refresh_every=3)
-    for step in range(1, 8):
-        reference.end_step(step)
-        counts.append(trainer.renewed)
-    assert counts == [0, 0, 1, 1, 1, 2, 2]
-    never = Reference(trainer, refresh_every=0)
-    never.end_step(3)
-    assert trainer.renewed == 2
-
-
 # teachers, each of which writes what it is to teach
 
 
@@ -258,19 +180,6 @@ def test_each_teacher_scores_its_own_prompts_and_a_row_has_the_values_of_its_tea
         found = of_its_teacher(row, TAUGHT).columns
         assert np.array_equal(found["teacher_logprobs"], mine)
         assert "teacher_logprobs_2" not in found and "rollout_logprobs" in found
-
-
-def test_a_killed_teacher_goes_on_where_it_was_and_nothing_is_scored_twice(paths, tmp_path):
-    teach(paths, tmp_path, "one")
-    with pytest.raises(KeyError, match="killed"):
-        teach(paths, tmp_path, "two", Echo(fail_after=1))
-    assert 0 < len(parents(paths, "two")) < GROUPS // 2
-    teach(paths, tmp_path, "two")
-    done = parents(paths, "two")
-    assert len(done) == len(set(done)) == GROUPS // 2
-    for row in planned_rows(paths, "teacher", "teacher_2"):
-        found = of_its_teacher(row, TAUGHT).columns["teacher_logprobs"]
-        assert np.array_equal(found, -row.token_ids.astype("f4"))
 
 
 def test_a_privileged_teacher_sees_the_response_behind_a_prompt_of_its_own(paths, tmp_path):

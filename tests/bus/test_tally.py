@@ -65,13 +65,6 @@ def test_a_record_about_a_shard_that_was_done_with_has_all_counted_again(history
     assert gone_on_with(paths, records[-1]) > 1
 
 
-def test_little_is_kept_of_what_is_done_with(history):
-    _, records = history
-    assert records[2]["shards"] == {}
-    (ignored,) = records[-1]["shards"].values()
-    assert ignored == [3 * SIBLINGS, 10, 2 * SIBLINGS, [SIBLINGS]]
-
-
 def test_a_plan_that_was_cut_back_is_counted_again(history):
     paths, records = history
     paths.plan_claim(3).touch()

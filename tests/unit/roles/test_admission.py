@@ -8,7 +8,7 @@ from role_fakes import wait_for
 
 from relax_hpc.launch import requeue
 from relax_hpc.roles import ending as endings
-from relax_hpc.roles.ending import MARGIN_S, Admission, Ending, LastSave, high
+from relax_hpc.roles.ending import MARGIN_S, Admission, Ending, LastSave
 from relax_hpc.runtime.comm.world import SoloWorld
 from relax_hpc.runtime.files.records import read_json
 from relax_hpc.runtime.paths import RunPaths
@@ -135,18 +135,6 @@ def test_the_first_step_is_tried_in_any_case_and_the_end_is_announced_once(clock
     for step in (8, 8, 9):
         found.consider(step)
     assert len(end.announced) == 1
-
-
-def test_without_a_time_limit_nothing_is_announced(clock):
-    end = End(clock, None)
-    trained(clock, end, seconds=[1e6] * 3, saves=[1e6]).consider(4)
-    assert end.announced == []
-
-
-def test_the_percentile_is_a_value_that_was_seen():
-    assert high([]) == 0.0 and high([3.0]) == 3.0
-    assert high([float(n) for n in range(1, 101)]) == 95.0
-    assert high([1.0, 9.0]) == 9.0
 
 
 class Trainer:

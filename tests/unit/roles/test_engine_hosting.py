@@ -111,17 +111,6 @@ def test_an_engine_is_started_again_under_the_next_number_until_it_is_stopped(ho
     assert told == [*again, ("GONE", "")]
 
 
-def test_an_engine_waits_twice_as_long_before_every_further_start_and_30_s_at_most(
-    host_of, monkeypatch
-):
-    host = host_of(launch__max_restarts=9)
-    lives(monkeypatch, host, ["was killed"] * 9 + [None])
-    waited = []
-    monkeypatch.setattr(host._stopping, "wait", waited.append)
-    host._keep()
-    assert waited == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
-
-
 def test_an_engine_that_drains_is_not_started_again(host_of, monkeypatch):
     host = host_of()
     starts, told = lives(monkeypatch, host, ["was killed"])
@@ -182,25 +171,6 @@ def test_a_first_start_that_would_fail_again_ends_the_task_once(
         host._live(1)
     assert isinstance(error.value, EngineUnfitError) is error.value.is_final is is_for_good
     assert host._live(2).startswith("did not start: "), "it has been seen to work"
-
-
-@pytest.mark.parametrize(
-    ("on_gpus", "asked", "least"), [(True, 0, 2), (False, 3, 3), (True, 4, 4), (False, 0, 0)]
-)
-def test_an_engine_needs_the_gpus_of_its_ranks_or_all_that_its_task_asked_for(
-    host_of, monkeypatch, on_gpus, asked, least
-):
-    needed = []
-    monkeypatch.setattr(
-        engine_host, "start_engine", lambda *_, least_gpus, **__: needed.append(least_gpus)
-    )
-    monkeypatch.setattr(engine_host, "node_address", lambda: "10.0.0.1")
-    host = host_of(engines__rollout__kind="sglang", engines__rollout__args={"tp_size": 2})
-    host._hosting = dataclasses.replace(host._hosting, on_gpus=on_gpus)
-    host._context = dataclasses.replace(host._context, gpus=asked)
-    host._member = host._new_member(1)
-    host._start()
-    assert needed == [least]
 
 
 def test_an_engine_waits_until_the_trainer_lends_its_gpus(host_of, monkeypatch):

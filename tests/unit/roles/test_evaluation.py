@@ -3,12 +3,10 @@
 import asyncio
 import json
 
-import episode_fakes
 import pytest
 from episode_fakes import Board, answer, episodes
 from role_fakes import Events, Journal, config
 
-from relax_hpc.bus.credits import Credit
 from relax_hpc.data.source import Prompt
 from relax_hpc.environments.rewards.contract import Score
 from relax_hpc.errors import EngineError
@@ -138,15 +136,6 @@ def test_the_last_policy_is_evaluated_once_where_it_is_due_during_training_too(
 
 def test_an_engine_that_starts_in_the_middle_is_not_taken_for_the_first_policy():
     assert evaluate([(0, 5), (5, 5), (8, 8)], every=8).said == [("during", 8)]
-
-
-def test_sets_are_evaluated_each_in_its_own_time_and_the_first_is_the_headline():
-    made = evaluate([(0, 0), (4, 4)], sets=("easy", "hard"), every=4, finish=5)
-    told = [(e["name"], e["headline"], e["when"]) for e in made.events.of("eval")]
-    whens = ("before", "during", "after")
-    assert sorted(told) == sorted(
-        (name, name == "easy", when) for name in ("easy", "hard") for when in whens
-    )
 
 
 def test_every_sample_is_kept_with_the_policies_that_sampled_it():
@@ -357,25 +346,6 @@ def test_an_evaluation_that_fell_due_while_the_task_was_dead_is_made_and_none_tw
     assert {len(rows) for rows in life.rows().values()} == {5}
 
 
-def test_the_last_evaluations_are_completed_by_a_start_that_finds_training_over(tmp_path):
-    sets, schedule = ("easy", "hard"), {"num_steps": 4}
-    life = Life(tmp_path, every=4, sets=sets, samples_per_prompt=2, schedule=schedule)
-    asyncio.run(life.live([(0, 0)]))
-    asyncio.run(life.live([(4, 4)], answers=18, finish=4))  # of 20
-    life.asked.clear()
-    asyncio.run(life.live([], finish=4))
-    for name in ("easy", "hard"):
-        found = life.rows(name)
-        assert sorted(found) == [
-            "000000-before-0.0.jsonl", "000004-after-4.0.jsonl"
-        ]  # fmt: skip
-        assert all(
-            [row[:2] for row in rows] == [(p, s) for p in range(5) for s in range(2)]
-            for rows in found.values()
-        )
-    assert not list(life.paths.root.glob("eval/*/*.part"))
-
-
 def test_a_run_that_is_given_more_steps_evaluates_its_new_last_policy_and_no_old_one_again(
     tmp_path,
 ):
@@ -389,44 +359,3 @@ def test_a_run_that_is_given_more_steps_evaluates_its_new_last_policy_and_no_old
         "000000-before-0.0.jsonl", "000004-after-4.0.jsonl", "000008-during-2.0.jsonl",
         "000010-after-10.0.jsonl",
     ]  # fmt: skip
-
-
-class Busy(episode_fakes.Folder):
-    """A trainer's bus: says what is published; the sampler does not answer held-out prompts."""
-
-    def __init__(self, num_groups):
-        super().__init__()
-        self.published, self.num_groups = [], num_groups
-        self.looks = 0
-
-    async def version(self):
-        return 2 if len(self.published) >= self.num_groups else 0
-
-    async def sample(self, given, draft, how, *, seed, homes):
-        while how.temperature == 0 and len(self.published) < self.num_groups:
-            await asyncio.sleep(0.001)
-        return answer(draft, [5], [-0.5], [(0, 0)])
-
-    def put(self, groups):
-        self.published += groups
-
-    def latest(self):
-        self.looks += 1
-        return Credit(finished=len(self.published) >= self.num_groups)
-
-
-def test_groups_go_on_being_started_and_published_while_held_out_prompts_are_sampled():
-    busy, events = Busy(8), Events()
-    settings = config(
-        schedule__num_steps=2, schedule__prompts_per_step=4, schedule__max_staleness=1,
-        rollout__groups_per_shard=1,
-    )  # fmt: skip
-    prompts = [Prompt(index=i, token_ids=[7, i], answer="") for i in range(8)]
-    loop = episode_fakes.run(
-        settings, prompts, [Prompt(0, [8], "h")], busy, lambda *_: 1.0,
-        busy, busy, events,
-    )  # fmt: skip
-    asyncio.run(asyncio.wait_for(loop, 20))
-    assert len(busy.published) == 8  # all before the first score
-    assert busy.looks > 1
-    assert [event["when"] for event in events.of("eval")] == ["before", "after"]
