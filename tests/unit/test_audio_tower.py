@@ -101,25 +101,6 @@ def test_windows_by_hand():
         assert tokens == audio_tokens(frames, 100), frames
 
 
-def test_a_window_is_heard_alone_whatever_lies_beside_it(towers):
-    _, own = towers
-    windows = windows_of(430, SHAPE.chunks)
-    together, begin = own(sound(430), windows), 0
-    for number, window in enumerate(windows):
-        mel = sound(430)[:, 200 * number :][:, : window.frames]
-        alone = own(mel, [window])
-        assert (together[begin : begin + window.tokens] - alone).abs().max() < 1e-6
-        begin += window.tokens
-
-
-def test_what_fills_up_a_chunk_is_heard_as_transformers_hears_it(towers):
-    """A part of a chunk behind whole ones is not what it is alone: convolutions see beyond it."""
-    _, own = towers
-    mel = sound(130)[:, 100:]
-    behind, alone = own(mel, [SoundWindow(30, 100)]), own(mel, [SoundWindow(30, 30)])
-    assert (behind - alone).abs().max() > 1e-3
-
-
 def test_the_table_of_names_is_the_modules():
     shape = Architecture(
         "qwen3_omni_moe", 2, 40, 80, 2, 2, 20, 64, 64, 1e-6, Rope("default", 1e4), False,

@@ -18,55 +18,21 @@ SET = ("--set", "heldout=heldout.jsonl")
 REFUSED = {
     ("model",): "no set of prompts is named; add --set NAME=FILE, or --job with [eval]",
     ("nothing", *SET): "nothing: is no run (run.json, there or under runs/) and no model (config.",
-    ("model", "--set", "heldout"): "--set heldout: of a model, name a file too: NAME=FILE",
     ("model", *SET, "--set", "heldout=x"): "--set heldout=x: there are two of that name",
-    ("model", "--set", "a/b=heldout.jsonl"): "eval.a/b",
-    ("model", "--set", "=heldout.jsonl"): "--set =heldout.jsonl: of a model, name a file too",
-    ("model", "--set", "h=none.jsonl"): "eval.h.path: ",
     ("model", *SET, "--k", "1,5", "--samples", "4"): "heldout: k = 5: there are 4 samples of a",
-    ("model", *SET, "--samples", "4"): "eval.heldout.samples_per_prompt = 4: are all alike, since",
     ("model", "--set", "model.dtype=float32"): "is --key model.dtype=float32",
-    ("model", *SET, "--k", "two"): "--k two: is no list of numbers; write --k 1,4",
-    ("model", *SET, "--samples", "0"): "eval.heldout.samples_per_prompt = 0: ",
-    ("model", *SET, "--top-p", "1.5"): "eval.heldout.top_p = 1.5: ",
-    ("model", *SET, "--temperature", "-1.0"): "eval.heldout.temperature = -1.0: ",
-    ("model", *SET, "--reward", "boxed_nimber"): "boxed_nimber",
-    ("model", *SET, "--key", "rollout.max_tokens=8"): "rollout.max_tokens = 8: unknown key",
-    ("model", *SET, "--key", "eval.heldout.stop=['']"): "eval.heldout.stop.0 = '': ",
     ("model", *SET, "--key", "rollout.max_new_tokens=99999999"): "positions; use ",
-    ("model", "--job", "none.toml"): "none.toml",
-    ("model", "--job", "sft.toml"): "sft.toml: a job with [sft] samples nothing; name one of",
     ("model", "--job", "wide.toml"): "engines.rollout.nodes_per_engine = 2: relax-hpc eval starts",
     ("runs/old", "--samples", "4"): "--samples: runs/old is a run, whose samples are there; leave",
-    ("runs/old", "--key", "seed=1"): "--key: runs/old is a run, whose samples are there; leave",
     ("old", "--set", "h=x"): "--set h=x: no evaluation of it is in runs/old; there are: none yet",
     ("model", *SET, "--name", "old"): "--name old: ",
 }
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ('""', "eval. = ''"),
-        ('"a/b"', "eval.a/b = 'a/b'"),
-        ("heldout", "Cannot declare ('eval', 'heldout') twice"),
-    ],
-)
-def test_a_set_of_a_job_without_a_name_or_with_that_of_another_is_refused(job, refused, name, said):
-    with Path("job.toml").open("a", encoding="utf-8") as file:
-        file.write(f'[eval.{name}]\npath = "heldout.jsonl"\n')
-    answer = refused("submit", "job.toml", "--local")
-    assert said in answer and "\n" not in answer
 
 
 @pytest.mark.parametrize("arguments", REFUSED, ids=" ".join)
 def test_what_cannot_be_evaluated_is_refused_in_a_line(job, refused, arguments):
     old = Path("runs/old")
     old.mkdir(parents=True)
-    Path("sft.toml").write_text(
-        'name = "s"\nmodel.path = "model"\nsft = {train = "t", batch_size = 1, num_steps = 1}\n',
-        encoding="utf-8",
-    )
     more = '[engines.rollout]\nkind = "sglang"\nnodes_per_engine = 2\nresources.nodes = 2\n'
     Path("wide.toml").write_text(
         Path("job.toml").read_text(encoding="utf-8") + more, encoding="utf-8"
@@ -85,11 +51,6 @@ name = "coin"
 count = 4
 engines_per_task = 2
 placement = "actor"
-resources.cpus_per_task = 3
-[engines.judge]
-max_running_requests = 8
-[actor]
-resources.nodes = 2
 [actor.layout]
 data_parallel = 4
 """
@@ -108,23 +69,10 @@ data_parallel = 4
     assert (config.reward.name, config.rollout.max_new_tokens) == ("coin", 9)
     pool = config.rollout_pool
     assert (pool.placement, pool.count, pool.num_hosts) == ("own", 2, 1)
-    assert pool.resources.cpus_per_task is None and list(config.engines) == ["rollout", "judge"]
     heldout, more = config.eval.values()
     assert (heldout.num_prompts, heldout.samples_per_prompt, heldout.temperature) == (256, 4, 0.8)
     assert more.path == [Path("train.jsonl").absolute()] and more.num_prompts > 10**9
     assert config.prompts.train == heldout.path and config.actor.layout.world_size == 1
-
-
-def test_a_job_is_that_of_its_model_argument_and_its_name_says_so(job):
-    config = job_of(EvaluationRequest(Path("model"), sets={"h": "heldout.jsonl"}))
-    assert config.name.startswith("eval-model-2")
-    with pytest.raises(ConfigError, match=r"job.toml: .*name"):
-        Path("job.toml").write_text(
-            Path("job.toml").read_text(encoding="utf-8").replace("name =", "nam ="),
-            encoding="utf-8",
-        )
-        job_of(EvaluationRequest(Path("model"), Path("job.toml")))
-    assert json.loads(config.model_dump_json())["model"]["path"] == str(Path("model").absolute())
 
 
 def boxed(answer):
@@ -183,7 +131,6 @@ def test_samples_without_a_score_are_in_no_figure_and_are_counted(made):
     assert after.all.mean.value == pytest.approx(2 / 3)
     said = evaluations.text([after])
     assert "  rewards that failed, after, policy 30: 2, 1 of them in no figure" in said
-    assert json.loads(evaluations.to_json([after]))[0]["masked"] == 1
 
 
 def test_shares_of_tasks_are_one_evaluation_though_their_policies_differ(made):
@@ -223,26 +170,6 @@ def test_samples_that_are_not_there_yet_are_said_to_be_missing(made):
     assert "tasks whose samples are missing: 1" in evaluations.text([during])
 
 
-def test_the_table_has_a_row_per_evaluation_and_subset(made):
-    made.evaluate(Due("other", "after", 0), 30, {0: "7"})
-    lines = evaluations.text(evaluations.collect(made.root)).splitlines()
-    assert lines[0] == "h" and lines[8] == "other"
-    assert " ".join(lines[1].split()) == (
-        "policy when prompts samples score pass@1 pass@4 pass^4 maj@4 truncated"
-    )
-    assert lines[2].split()[:7] == ["0", "before", "3", "12", "0.500", "±", "0.289"]
-    assert [line.split()[0] for line in lines[3:5]] == ["even", "odd"]
-    assert lines[5].split()[:4] == ["20", "to", "21", "during"]
-    assert len({len(line) for line in lines[1:8]}) == 1
-    assert lines[10].split() == ["30", "after", "1", "1", "1.000", "1.000", "0.000"]
-
-
-def test_draws_are_said_with_the_error_that_they_add(made):
-    made.evaluate(Due("many", "after", 0), 30, {0: "7" * 20 + "1" * 20, 2: "72" * 20})
-    text = evaluations.text(evaluations.collect(made.root, name="many", ks=[5]))
-    assert "maj@k by draws, which add ± 0.00" in text
-
-
 def test_the_command_prints_a_table_or_json(made, monkeypatch):
     monkeypatch.chdir(made.root.parent.parent)
     printed = CliRunner().invoke(app, ["eval", "try", "--k", "2"])
@@ -255,27 +182,16 @@ def test_the_command_prints_a_table_or_json(made, monkeypatch):
     assert lower[0]["all"]["pass_at"]["1"]["value"] == 1.0
 
 
-def test_mistakes_are_named(made, tmp_path):
+def test_mistakes_are_named(made):
     with pytest.raises(ConfigError, match=r"h, before: prompt 0: k = 5: there are 4 samples"):
         evaluations.collect(made.root, ks=[1, 5])
     with pytest.raises(ConfigError, match=r"--set hard: no evaluation .* there are: h"):
         evaluations.collect(made.root, name="hard")
-    with pytest.raises(ConfigError, match="keeps no samples of an evaluation"):
-        evaluations.collect(Made(tmp_path / "empty").root)
     path = made.paths.eval_rows("h", 0, "before", 0, 0)
     whole = path.read_text()
     path.write_text(whole + '{"prompt": 3')
     with pytest.raises(ConfigError, match=r"000000-before-0.0.jsonl, line 9: is no sample"):
         evaluations.collect(made.root)
-
-
-def test_samples_of_runs_before_subsets_were_kept_are_read(made):
-    for path in made.paths.root.glob("eval/*/*"):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        kept = [{key: row[key] for key in row if key != "source"} for row in rows]
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
-    [before, _] = evaluations.collect(made.root)
-    assert before.subsets == {} and before.all.num_prompts == 3
 
 
 @pytest.mark.parametrize(
@@ -284,13 +200,10 @@ def test_samples_of_runs_before_subsets_were_kept_are_read(made):
         (boxed(7) + boxed("8.0"), "8"),
         (boxed("1,000"), "1000"),
         (boxed(r"\frac{1}{2}"), "1/2"),
-        (boxed("0.5"), "1/2"),
         (boxed("x + 1"), "x+1"),
-        ("so\nAnswer: B", "B"),
         ("Answer: 3 " + boxed(4), "4"),
         (f"<think>{boxed(1)}</think>{boxed(2)}", "2"),
         (f"<think>{boxed(1)}", None),
-        ("I do not know", None),
     ],
 )
 def test_the_answer_that_a_response_votes_for(response, answer):

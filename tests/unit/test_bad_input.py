@@ -11,9 +11,9 @@ import pytest
 from hf_checkpoint import QWEN3, write
 
 from relax_hpc.cli import main
-from relax_hpc.config.job_file import load, validate
+from relax_hpc.config.job_file import validate
 from relax_hpc.config.run import RunConfig, SftRunConfig
-from relax_hpc.errors import ConfigError, show
+from relax_hpc.errors import ConfigError
 
 NINES = "9" * 20
 SETTINGS = {
@@ -21,86 +21,43 @@ SETTINGS = {
     "actor.resources.acount=x": "did you mean actor.resources.account?",
     "model.path=Qwen/Qwen3-0.6B": "a downloaded Hugging Face model",
     "reward.name=mine.py:score": "mine.py",
-    "schedule.max_staleness=-1": "schedule.max_staleness = -1: use 0 or more",
     "schedule.num_steps=many": "schedule.num_steps = 'many': use a whole number",
     "algorithm=3": "algorithm = 3: is a table of settings; it takes preset, aggregation,",
-    "model.dtype=float64": "model.dtype = 'float64': use 'float32', 'bfloat16' or",
     "name=a/b": "name = 'a/b': use letters of a to z, digits, - and _, a letter",
-    "engines.rollout.args.x={a=1}": "args.x = {'a': 1}: is a table; a number, a string",
     "rollout.advanced.routed_experts=true": "= true: the embedded engine has no experts; use",
-    "engines.rollout.resources.nodes=3": "engines.rollout.count = 1: does not divide over 3 nodes;",
-    "rollout.samples_per_prompt=1": "'group_mean' compares siblings of a prompt; use 2 or more",
-    "actor.layout.tensor_parallel=3": "tensor_parallel = 3: does not divide the model's",
-    "actor.layout.pipeline_parallel=3": "pipeline_parallel = 3: does not divide the model's",
     "actor.transformer.recompute_granularty=full": "did you mean recompute_granularity?",
-    "actor.tokens_per_micro_batch=100": "= 100: the longest prompt has 10 tokens and rollout.max_n",
     "rollout.max_new_tokens=5000": "prompt has 10 tokens and the model 4096 positions; use 4086 or",
-    "rollout.environment=two_turns": "no such environment; use single_turn, program, or name",
-    "rollout.environment=mine.py:Mine": "mine.py: no such file; name one",
-    "eval.heldout.samples_per_prompt=4": "= 4: are all alike, since temperature = 0 is greedy; set",
     "eval.path=x": "eval.path = 'x': is eval.heldout.path now; use that",
-    "algorithm.importance_cap=2.0": "2.0: is algorithm.correction.cap now; use that",
     "model=x": "model = 'x': is a table of settings; it takes path, weights, dtype",
-    "eval.heldout=3": "eval.heldout = 3: is a table of settings; it takes path, columns, every,",
-    "algorithm.loss=3": "algorithm.loss = 3: is a table of settings; see docs/explanation/algor",
     "schedule.epochs=2": "unknown key; a run has schedule.num_steps: rows x epochs",
-    "engines.judge.model=nowhere": "engines.judge.model = '",
-    "eval.every=20": "eval.every = 20: is eval.heldout.every now; use that",
-    "eval.heldout.evry=20": "unknown key; did you mean eval.heldout.every?",
     "engines.rollout.args.num_thread=2": "did you mean num_threads?",
     "launch.profile=locl": "launch.profile = 'locl': no such profile; did you mean local?",
     "model.path=nowhere": "no such folder; name a downloaded Hugging Face model",
-    "run_root=job.toml/runs": "job.toml is not a folder",
     "run_root=/proc/runs": "choose a folder of yours that every node sees",
-    "prompts.train=nowhere": "nowhere: no such file; name a file of JSON lines",
     "eval.heldout.path=model": "model: is a folder; name one that holds .jsonl",
     "prompts.max_prompt_tokens=2": "raise it, or remove the line",
-    "engines.rollout.resources.time=soon": "resources.time = 'soon': is not a time limit; use",
     # Beyond their types, and values that are none.
     f"seed={NINES}": f"seed = {NINES}: use 2147483647 or less",
-    "seed=-1": "seed = -1: use 0 or more",
-    "schedule.num_steps=true": "schedule.num_steps = True: use a whole number",
-    "schedule.num_steps=5.0": "schedule.num_steps = 5.0: use a whole number",
     "schedule.num_steps='5'": "schedule.num_steps = '5': use a whole number",
-    "schedule.num_steps=0x" + "f" * 5000: "schedule.num_steps = a number of 20000 bits: use",
     "schedule.num_steps=" + "9" * 5000: "schedule.num_steps = '9999",
     f"weights.advanced.bucket_bytes={NINES}": "use 9223372036854775807 or less",
-    "actor.optimizer.lr=inf": "actor.optimizer.lr = inf: use a finite number",
-    "algorithm.correction.cap=inf": "correction.cap = inf: use a finite number",
-    "actor.optimizer.lr=1e39": "lr = 1e+39: use 3.4e+38 or less",
-    "actor.optimizer.lr=true": "actor.optimizer.lr = True: use a number, without quotes",
-    "engines.rollout.args.x=-inf": "args.x = -inf: a finite number is expected",
     "engines.rollout.args.x=[1, [nan]]": "args.x = [1, [nan]]: a finite number is expected",
     f"engines.rollout.args.x={NINES}": f"args.x = {NINES}: has more than 64 bits; use",
-    "actor.transformer.x=inf": "actor.transformer.x = inf: a finite number is expected",
-    "actor.optimizer.megatron.adam_eps=nan": "megatron.adam_eps = nan: a finite number",
     "engines.rollout.args.x=2024-01-01": "is a date or a time; a number, a string, true, false or",
     "algorithm.mini_batches=99": "mini_batches = 99: a batch has schedule.prompts_per_step = 4",
-    "model.path=": "model.path = '': is no path; name a file or a folder",
-    'prompts.train="a\\u0000b"': "is no path; name a file or a folder",
-    "run_root=' '": "run_root = ' ': is no path; name a file or a folder",
     "run_root=$HOME/runs": "run_root = '$HOME/runs': variables are not put in; write the path out",
     f"name={'n' * 300}": "use 200 or fewer characters",
-    "name=größe": "name = 'größe': use letters of a to z, digits",
-    "rollout.x=1": "rollout.x = 1: unknown key; rollout takes environment, samples",
     "actor.resources.x=1": "actor.resources.x = 1: unknown key; actor.resources takes partition,",
     "actor.lr=1": "actor.lr = 1: unknown key; here it is actor.optimizer.lr",
-    "actor.lora.rank=-1": "actor.lora.rank = -1: use 0 or more",
     "actor.lora.alpha=8": "alpha = 8.0: means nothing with rank = 0; set a rank, e.g. 32, or",
-    "actor.lora.targets=[]": "actor.lora.targets = []: use 1 or more entries",
     "actor.lora.targets=['lm_head']": "use 'q_proj', 'k_proj', 'v_proj', 'o_proj',",
-    "actor.lora.r=8": "actor.lora.r = 8: unknown key; actor.lora takes rank, alpha, targets",
-    "actor.lora_rank=8": "actor.lora_rank = 8: unknown key; here it is actor.lora.rank",
-    "prompts.lr=1": "unknown key; here it is actor.optimizer.lr or critic.lr",
     "critic.lrx=1": "critic.lrx = 1: unknown key; did you mean critic.lr?",
+    "eval.heldout.samples_per_prompt=4": "= 4: are all alike, since temperature = 0 is greedy; set",
     "schedule.max_new_tokens=1": "here it is rollout.max_new_tokens or eval.<name>.max_new_tokens",
     'resources.comment="a\\nb"': "comment = 'a\\nb': has a line break or another control character",
-    'resources.dependency="\\u001b"': "dependency = '\\x1b': has a line break or another control",
-    'actor.resources.account="a\\r"': "actor.resources.account = 'a\\r': has a line break or",
     'actor.resources.mem="1G\\n#SBATCH -N9"': "actor.resources.mem = '1G\\n#SBATCH -N9': has a",
     "resources.nodes=2": "nodes = 2: is of one component; set actor.resources.nodes, or that of an",
     "algorithm..x=1": "--set algorithm..x=1: algorithm..x is no key; write section.key=value",
-    "a b=1": "--set a b=1: a b is no key; write section.key=value",
     "name=" + "[" * 5000: "name = '[[[[",
 }
 
@@ -114,15 +71,10 @@ def test_a_setting_that_cannot_work_is_answered_in_one_line(refused, setting):
 FILES = {
     ("job.toml", None): "no such file; name a TOML file; relax-hpc init NAME makes one",
     ("job.toml", b" \n"): "job.toml: is empty; relax-hpc init NAME makes a TOML file",
-    ("job.toml", b"\x89HDF\xff"): "job.toml: is not UTF-8 text (invalid start byte); name a TOML",
     ("job.toml", b"name: run"): "job.toml: is not TOML: Expected '=' after a key",
     ("train.jsonl", b""): "train.jsonl: is empty; it has to hold a row",
-    ("train.jsonl", b"\x89HDF\xff"): "train.jsonl, line 1: is not UTF-8 text; JSON lines are exp",
-    ("train.jsonl", b"1+1=\n"): "train.jsonl, line 1: is not JSON",
     ("heldout.jsonl", b'{"prompt": "1+1="}'): "heldout.jsonl, line 1: has no answer",
     ("model/config.json", None): "has no config.json",
-    ("model/config.json", b"[]"): "config.json: is not an object; download it again",
-    ("model/config.json", b"\xff"): "json: is not UTF-8 text (invalid start byte); download it ag",
     ("model/config.json", b'{"model_type": "gpt2"}'): "'gpt2': only llama, mistral, qwen2, qwen3, ",
     ("model/config.json", b'{"model_type": "qwen3"}'): "hidden_size = missing: a positive integer",
     ("model/model.safetensors", None): "download the weights in the safetensors format",
@@ -142,27 +94,22 @@ def test_a_file_that_cannot_be_used_is_answered_in_one_line(refused, path, conte
     assert FILES[path, content] in said and "\n" not in said
 
 
-CONFIGS = {
-    "is_causal": (False, "is_causal = False: only None or True is supported: no token sees what"),
-    "attention_bias": (True, "attention_bias = True: only False is supported: only Qwen2 has"),
-    "rope_scaling": ({"rope_type": "dynamic"}, "= 'dynamic': only default, linear, yarn, llama3 "),
-}
-
-
-@pytest.mark.parametrize("field", CONFIGS)
-def test_a_model_that_would_be_computed_otherwise_than_by_transformers_is_refused(refused, field):
-    value, message = CONFIGS[field]
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("is_causal", False, "is_causal = False: only None or True is supported: no token sees"),
+        ("rope_scaling", {"rope_type": "dynamic"}, "= 'dynamic': only default, linear, yarn, "),
+    ],
+)
+def test_a_model_that_would_be_computed_otherwise_than_by_transformers_is_refused(
+    refused, field, value, message
+):
     path = Path("model/config.json")
     path.write_text(
         json.dumps(json.loads(path.read_text(encoding="utf-8")) | {field: value}), encoding="utf-8"
     )
     said = refused("check", "job.toml")
     assert message in said and "\n" not in said
-
-
-def test_groups_of_one_are_refused_however_advantages_are_normalized(refused):
-    single = ("--set", "rollout.samples_per_prompt=1", "--set", "algorithm.advantage.name=grpo")
-    assert "use 2 or more" in refused("submit", "job.toml", "--local", *single)
 
 
 def test_each_mistake_has_a_line_of_its_own(refused):
@@ -195,6 +142,8 @@ def test_an_engine_that_is_not_installed_here_is_not_started_here(refused, remar
         said = told(verb, "job.toml", "--local", "--set", "engines.rollout.kind=sglang")
         assert "engines.rollout.resources.python (unset, so " in said
         assert "has no sglang; install sglang into that environment, or name an interp" in said
+        if verb == "check":
+            assert "\nnothing else is wrong; where that is there: relax-hpc submit job" in said
 
 
 @pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
@@ -225,28 +174,17 @@ def test_a_teacher_of_other_tokens_than_the_models_is_refused(refused, tiny_mode
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (f"seed = {NINES}", "job.toml: seed = 99999999999999999999: use 2147483647 or less"),
         ("seed = " + "9" * 5000, "job.toml: is not TOML: Exceeds the limit"),
-        ("seed = inf", "job.toml: seed = inf: use a whole number"),
         ("x = " + "[" * 5000, "job.toml: is nested too deeply; relax-hpc init NAME makes one"),
         ('name = "again"', "job.toml: is not TOML: Cannot overwrite a value"),
-        ("[model]\n[model]", "job.toml: is not TOML: Cannot declare ('model',) twice"),
     ],
-    ids=["large", "endless", "infinite", "deep", "key twice", "table twice"],
+    ids=["endless", "deep", "key twice"],
 )
 def test_a_job_file_that_holds_one_is_refused(refused, job, line, message):
     text = (job / "job.toml").read_text()
-    (job / "job.toml").write_text(f"{'' if line.startswith('[') else line}\n{text}\n{line}\n"
-                                  if line.startswith("[") else f"{line}\n{text}")  # fmt: skip
+    (job / "job.toml").write_text(f"{line}\n{text}")
     said = refused("check", "job.toml")
     assert message in said and "\n" not in said
-
-
-def test_a_job_file_with_a_byte_order_mark_and_windows_line_ends_is_read(job):
-    plain = load(job / "job.toml")
-    text = (job / "job.toml").read_text().replace("\n", "\r\n")
-    (job / "job.toml").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    assert load(job / "job.toml") == plain
 
 
 def fields(section):
@@ -273,12 +211,6 @@ def test_no_number_of_a_job_may_be_infinite_or_larger_than_what_computes_with_it
         with pytest.raises(ConfigError) as error:
             validate(tree, source="job")
         assert f"job: {key} = " in str(error.value), key
-
-
-def test_a_long_value_is_repeated_in_part():
-    assert len(show("x" * 10_000)) < 100 and len(show(list(range(10_000)))) < 100
-    assert show(10**5000) == f"a number of {(10**5000).bit_length()} bits"
-    assert show("a\nb") == r"'a\nb'"
 
 
 NEXT = "nothing is wrong; next: relax-hpc submit job.toml"
@@ -311,37 +243,6 @@ def test_a_terminal_shows_remarks_and_then_what_comes_next(check, monkeypatch):
     assert shown[-1] == f"{NEXT} --local --set 'reward.args={{ }}'"
 
 
-def test_all_settings_are_shown_above_remarks(check):
-    shown = check("--all", terminal=True).out
-    settings, found, remarks = shown.rpartition("\n}\n")
-    assert json.loads(settings + found)["name"] == "run"
-    assert "are trained on" in remarks and remarks.endswith(f"{NEXT} --local\n")
-
-
-def test_a_file_gets_settings_and_nothing_else(check):
-    output, said = check(terminal=False)
-    assert json.loads(output)["name"] == "run"
-    assert "are trained on" in said and said.endswith(f"{NEXT} --local\n")
-
-
-def test_where_kernels_are_kept_is_said_and_a_place_of_others_is_refused(check, tmp_path):
-    asked = ("--set", "launch.advanced.kernel_cache=kernels")
-    output, said = check(*asked, terminal=False)
-    assert json.loads(output)["launch"]["kernel_cache"] == str(Path("kernels").absolute())
-    assert f"kernels: are kept in {Path('kernels').absolute()}, those of" in said
-    assert not Path("kernels").exists(), "a task makes it"
-    Path("kernels").mkdir()
-    Path("kernels").chmod(0o777)
-    with pytest.raises(ConfigError, match=r"launch\.kernel_cache = .*mode 0777: others may write"):
-        check(*asked, terminal=False)
-
-
-def test_what_submit_would_refuse_for_want_of_a_package_is_not_called_right(check):
-    said = check("--set", "engines.rollout.kind=sglang", terminal=False).err.splitlines()
-    assert "has no sglang; install sglang into that environment" in said[-2]
-    assert said[-1].startswith("nothing else is wrong; where that is there: relax-hpc submit job")
-
-
 @pytest.mark.parametrize(("steps", "is_said"), [(9, True), (10, False)])
 def test_a_warm_up_that_is_longer_than_the_run_is_told_of(check, steps, is_said):
     asked = ("actor.optimizer.warmup_steps=10", f"schedule.num_steps={steps}")
@@ -349,10 +250,3 @@ def test_a_warm_up_that_is_longer_than_the_run_is_told_of(check, steps, is_said)
     said = check(*(word for each in asked for word in ("--set", each)), terminal=False).err
     told = "learns in 9 steps, so the learning rate rises to 9e-06 only, not to 1e-05\n"
     assert (told in said, "rises" in said) == (is_said, is_said)
-
-
-def test_a_name_in_use_is_said_after_all_else(check, capsys):
-    Path("runs/run").mkdir(parents=True)
-    with pytest.raises(Exception, match="say --set name=run-2"):
-        check(terminal=False)
-    assert "are trained on" in capsys.readouterr().err

@@ -5,12 +5,10 @@ import os
 import socket
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from relax_hpc.data.rows import sample
 from relax_hpc.data.tokenizer import load
 from relax_hpc.trainer.models.registry import read_architecture
 
@@ -18,23 +16,15 @@ GOOD = json.dumps({"prompt": "1+1=", "answer": "2"})
 DEEP = "[" * 100_000 + "]" * 100_000
 PROMPTS = {
     '{"prompt": "\\ud800", "answer": "2"}': r"has \ud800, half of a character; write the",
-    '{"prompt": "x", "answer": "2", "more": ["\\udc00"]}': r"has \udc00, half of a character",
     f'{{"prompt": {DEEP}, "answer": "2"}}': "is nested too deeply; write one object per line",
     '{"prompt": "", "answer": "2"}': "the prompt is empty; write one, or remove the line",
-    '{"prompt": " \\n", "answer": "2"}': "the prompt is empty; write one, or remove the line",
     '{"prompt": [{"role": "user", "content": ""}], "answer": "2"}': "the prompt is empty",
-    '{"prompt": {"a": 1}, "answer": "2"}': "prompt = {'a': 1}: must be text, or messages of",
     '{"prompt": null, "answer": "2"}': "prompt = None: must be text, or messages of",
-    '{"prompt": [[{"role": "user", "content": "x"}]], "answer": "2"}': "must be text, or messages",
     '{"prompt": [{"role": "user", "content": ["x"]}], "answer": "2"}': "must be text, or messages",
     '{"prompt": "x", "answer": NaN}': "answer = nan: must be text, a number or a list of one",
-    '{"prompt": "x", "answer": null}': "answer = None: must be text, a number or a list of one",
-    '{"prompt": "x", "answer": [["2"]]}': "answer = [['2']]: must be text, a number or a list",
     '{"Prompt": "x", "answer": "2"}': "has no prompt; it has Prompt, answer; set ",
     '"prompt"': "is not an object; write one object per line",
     '{"prompt": "x", "answer": "2"} {"prompt": "y"}': "is not JSON: Extra data",
-    "{'prompt': 'x', 'answer': '2'}": "is not JSON: Expecting property name enclosed in double",
-    '{"prompt": "x",': "is not JSON",
     f'{{"prompt": {json.dumps("x" * 5000)}, "answer": "2"}}': "has 5006 tokens, prompts.max_prom",
 }
 
@@ -72,15 +62,7 @@ def test_a_token_that_the_model_has_not_is_named_with_its_line(refused, more):
     assert f"('<|new{free}|>'), and the model has {len(tokens) - 1} (vocab_size" in said
 
 
-@pytest.mark.parametrize("template", ["true", "false"])
-@pytest.mark.parametrize("prompt", ["", " \n"])
-def test_an_empty_prompt_is_refused_with_and_without_a_chat_template(refused, template, prompt):
-    Path("train.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "2"}), encoding="utf-8")
-    setting = ("--set", f"prompts.chat_template={template}")
-    assert "line 1: the prompt is empty" in refused("submit", "job.toml", "--local", *setting)
-
-
-@pytest.mark.parametrize("answer", ["Paris", "1/2", "1e3", "$5", "", "1,00", "½", "75 apples"])
+@pytest.mark.parametrize("answer", ["Paris", "1/2", "1e3", "", "1,00"])
 def test_an_answer_that_the_reward_can_never_match_is_refused_with_line_and_count(refused, answer):
     lines = [GOOD, "", json.dumps({"prompt": "x", "answer": answer}), GOOD] * 2
     Path("train.jsonl").write_text("\n".join(lines), encoding="utf-8")
@@ -121,15 +103,6 @@ def test_an_answer_that_can_be_matched_is_none_of_these(refused, answer):
     assert "prompts.max_prompt_tokens" in refused("submit", "job.toml", "--local", *small)
 
 
-def test_csv_is_refused_with_what_is_read(refused):
-    Path("train.csv").write_text("prompt,answer\n1+1=,2\n", encoding="utf-8")
-    said = refused("check", "job.toml", "--local", "--set", "prompts.train=train.csv")
-    assert "train.csv, line 1: is not JSON" in said and "\n" not in said
-    assert said.endswith(
-        "; CSV is not read: write JSON lines, as docs/how-to/data.md shows, or Parquet"
-    )
-
-
 def test_csv_becomes_json_lines_as_the_page_says(job):
     page = (Path(__file__).parents[2] / "docs/how-to/data.md").read_text()
     command = next(line for line in page.splitlines() if line.startswith("python -c"))
@@ -145,12 +118,8 @@ TEMPLATES = {
     "{% for m in messages %}\n{{ m.role ": "JINJA, line 2: the chat template is no valid one: un",
     "\n\n{% endfor %}": "JINJA, line 3: the chat template is no valid one: Encountered unknown tag",
     "{{ 1 }}\n{{ nowhere.known }}": "JINJA, line 2: the chat template fails: UndefinedError: ",
-    "{{ nothing() }}": "JINJA, line 1: the chat template fails: UndefinedError: 'nothing' is undef",
     "\n{{ 'a' + 1 }}": "JINJA, line 2: the chat template fails: TypeError: ",
-    "{{ messages[5].content }}": "JINJA, line 1: the chat template fails: UndefinedError: ",
-    "{{ 1 // 0 }}": "JINJA, line 1: the chat template fails: ZeroDivisionError: ",
     "{{ messages.__class__.__mro__ }}": "JINJA, line 1: the chat template fails: SecurityError",
-    "{{ 'x' | unknown_filter }}": "JINJA, line 1: the chat template is no valid one: No filter",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "the chat template fails: RecursionError",
     "{{ range(1000000000) | list }}": "JINJA, line 1: the chat template fails: OverflowError",
 }
@@ -165,31 +134,14 @@ def test_a_chat_template_that_fails_is_named_by_file_and_line(refused, template)
     assert "no valid one" in said or f"{Path('train.jsonl').absolute()}, line 1" in said
 
 
-def test_a_chat_template_in_the_tokenizers_settings_is_named_so(refused):
-    Path("model/chat_template.jinja").unlink()
-    settings = json.loads(Path("model/tokenizer_config.json").read_text(encoding="utf-8"))
-    for template, message in (("{{ nothing() }}", "line 1: the chat template fails"),
-                              ([{"name": "a", "template": "x"}], "template")):  # fmt: skip
-        record = json.dumps(settings | {"chat_template": template})
-        Path("model/tokenizer_config.json").write_text(record, encoding="utf-8")
-        said = refused("submit", "job.toml", "--local")
-        assert f"{Path('model').absolute()}/tokenizer_config.json" in said and message in said
-        assert "\n" not in said
-
-
 KINDS = {
     "pipe": (os.mkfifo, "is a pipe; name"),
     "socket": (None, "is a socket or a device; name"),
     "device": (None, "is a device; name"),
-    "loop": (lambda path: path.symlink_to(path.name), "cannot be read: Too many levels of sym"),
-    "folder": (Path.mkdir, "is a folder; name"),
     "dangling": (lambda path: path.symlink_to("nowhere"), "no such file; name"),
     "below a file": (None, "no such file; name"),
     "gzip": (lambda path: path.write_bytes(b"\x1f\x8b\x08\0"), "is compressed (gzip), unpack it"),
-    "zstd": (lambda path: path.write_bytes(b"\x28\xb5\x2f\xfd"), "is compressed (zstd), unpack"),
-    "zip": (lambda path: path.write_bytes(b"PK\x03\x04"), "is a zip archive, unpack it"),
     "utf-16": (lambda path: path.write_text(GOOD, "utf-16"), "is UTF-16 text, save it as UTF-8"),
-    "latin-1": (lambda path: path.write_text('name = "é"', "latin-1"), "is not UTF-8 text"),
     "parquet": (lambda path: path.write_bytes(b"PAR1PAR1"), "is Parquet; name"),
 }
 
@@ -211,40 +163,3 @@ def test_what_is_no_file_of_text_is_refused_and_nothing_waits_for_it(refused, na
         make(path)
     said = refused("submit", "job.toml", "--local")
     assert name in said and message in said and "\n" not in said
-
-
-def test_prompts_with_a_byte_order_mark_and_windows_line_ends_are_read(refused):
-    Path("train.jsonl").write_bytes(b"\xef\xbb\xbf" + f"{GOOD}\r\n\r\nx\r\n".encode())
-    assert "train.jsonl, line 3: is not JSON" in refused("submit", "job.toml", "--local")
-
-
-def test_the_sample_has_the_largest_rows_both_ends_and_is_the_same_every_time():
-    sizes = [1] * 10_000
-    for large in (17, 5_001, 9_998):
-        sizes[large] = 100
-    chosen = sample(sizes, 100)
-    assert chosen == sample(sizes, 100) == sorted(chosen) and len(set(chosen)) == 100
-    assert {0, 17, 5_001, 9_998, 9_999} <= set(chosen)
-    gaps = [b - a for a, b in pairwise(chosen)]
-    assert max(gaps) <= 10_000 / 49 + 1
-    assert sample([3, 2, 1], 3) == sample([3, 2, 1], 4) == [0, 1, 2]
-
-
-def test_of_many_prompts_the_longest_are_checked_and_the_rest_is_said_to_be_left(refused, job):
-    lines = [json.dumps({"prompt": "1" * (1 + n % 7), "answer": "2"}) for n in range(3000)]
-    lines[1234] = json.dumps({"prompt": "1" * 300, "answer": "2"})
-    Path("train.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    said = refused("submit", "job.toml", "--local", "--set", "prompts.max_prompt_tokens=100")
-    assert "train.jsonl, line 1235: the prompt has 306 tokens" in said
-
-
-def test_what_was_left_out_is_said_beside_what_was_asked_for(ran):
-    Path("train.jsonl").write_text(f"{GOOD}\n" * 3000, encoding="utf-8")
-    output, said = ran("submit", "job.toml", "--local", "--dry-run")
-    assert "checked" not in output
-    train = Path("train.jsonl").absolute()
-    assert said == (
-        "checked 1,001 of 3,001 prompts; all are checked when the job starts, before anything is "
-        f"sampled\nprompts.train: 2,999 of 3,000 prompts are there before, e.g. {train}, line 2 as "
-        f"{train}, line 1\n"
-    )

@@ -16,12 +16,10 @@ from toys import until
 from typer.testing import CliRunner
 
 from relax_hpc.cli.main import app
-from relax_hpc.config.job_file import validate
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import preflight
 from relax_hpc.runs import status
-from relax_hpc.runs.boards.export import _TAG, Described, Export, Mlflow
-from relax_hpc.runtime.telemetry.tensorboard import Text
+from relax_hpc.runs.boards.export import Export
 
 
 class FakeService:
@@ -76,20 +74,11 @@ def test_each_point_is_sent_once_over_restarts_of_run_and_sender(tmp_path):
     assert made[2].points == [] and made[2].ended == ["paused"]
 
 
-def test_a_job_whose_service_is_not_installed_is_refused(monkeypatch):
-    tree = {"name": "run", "model": {"path": "m"}, "prompts": {"train": "t"},
-            "schedule": {"num_steps": 9}, "boards": {"export": ["wandb"]}}  # fmt: skip
+def test_a_job_whose_service_is_not_installed_is_refused(tmp_path, monkeypatch):
+    _, config = make(tmp_path, boards={"export": ["wandb"]})
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"boards.export.*pip install 'relax-hpc\[wandb\]'"):
-        preflight.check_boards(validate(tree, source="test"))
-
-
-def test_a_run_whose_job_sends_it_is_not_sent_by_others_meanwhile(tmp_path, monkeypatch):
-    paths, _ = make(tmp_path, boards={"export": ["wandb"]})
-    monkeypatch.setattr(status, "job_state", lambda _: "RUNNING")
-    found = CliRunner().invoke(app, ["export", "wandb", str(paths.root)])
-    assert isinstance(found.exception, ConfigError) and "its job sends it" in str(found.exception)
-    assert not paths.export("wandb").exists()
+        preflight.check_boards(config)
 
 
 @pytest.mark.parametrize("end", ["told", "script killed"])
@@ -217,31 +206,11 @@ def test_a_run_is_one_run_of_mlflow_over_restarts_and_resumes(tmp_path, monkeypa
     assert client.get_experiment(run.info.experiment_id).name == "relax-hpc"
 
 
-@needs_it
-def test_offline_it_is_a_database_in_the_run(tmp_path):
-    described = Described("run-1", "run", "p", {"a": "x" * 9000}, tmp_path, True)
-    board = Mlflow(described)
-    board.say(Text("samples/heldout", 4, "<b>hello", 1.0))
-    board.finish(failed=False)
-    [run], _, _ = at(f"sqlite:///{tmp_path}/mlflow.db")
-    assert run.data.params["a"] == "x" * 6000 and run.data.tags[_TAG] == "run-1"
-    [file] = (tmp_path / "mlflow").rglob("000004.txt")
-    assert file.read_text() == "<b>hello" and file.parent.name == "heldout"
-
-
 def test_a_job_that_does_not_say_where_mlflow_is_is_refused(tmp_path, monkeypatch):
-    boards = {"export": ["mlflow"]}
-    tree = {"name": "run", "model": {"path": "m"}, "prompts": {"train": "t"},
-            "schedule": {"num_steps": 9}, "boards": boards}  # fmt: skip
-    with pytest.raises(
-        ConfigError, match=r"set boards.advanced.tracking_uri, or boards.advanced.offline"
-    ):
-        validate(tree, source="test")
-    for more in ({"tracking_uri": "http://h:5000"}, {"offline": True}):
-        assert validate(
-            tree | {"boards": boards | {"advanced": more}}, source="test"
-        ).boards.export == ["mlflow"]
-    paths, _ = make(tmp_path)
+    with pytest.raises(ConfigError, match=r"set boards\.advanced\.tracking_uri, or boards\.adv"):
+        make(tmp_path, boards={"export": ["mlflow"]})
+    (tmp_path / "beside").mkdir()
+    paths, _ = make(tmp_path / "beside")
     monkeypatch.setattr(status, "job_state", lambda _: "COMPLETED")
     found = CliRunner().invoke(app, ["export", "mlflow", str(paths.root)])
     assert isinstance(found.exception, ConfigError) and "--tracking-uri" in str(found.exception)

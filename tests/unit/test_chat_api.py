@@ -183,14 +183,6 @@ async def test_tools_of_the_prompt_are_there_unless_a_request_has_others(tokens)
     assert len(sequences(record)) == 2, "others begin a sequence of their own"
 
 
-async def test_a_reply_that_the_agent_altered_is_another_history(tokens):
-    engine, record = Engine(tokens, "3", "yes"), EpisodeRecord()
-    async with served(session_of(engine, record)) as (_, client):
-        first = await client.message([ASKED])
-        await client.message([ASKED, first | {"content": "4"}, ASKED])
-    assert [int(each.loss_mask.sum()) for each in sequences(record)] == [2, 4]
-
-
 async def test_two_replies_of_the_same_words_are_told_by_what_they_answer(tokens):
     """The same call, written in two ways: what follows each goes on from it."""
     other, gave = {"role": "user", "content": "2+1="}, {"role": "tool", "content": "3"}
@@ -212,7 +204,6 @@ async def test_two_replies_of_the_same_words_are_told_by_what_they_answer(tokens
         ({"seed": 1}, "seed = 1: is not known here; leave it out"),
         ({"response_format": {"type": "json_object"}}, "response_format = {'type': 'json_object'}"),
         ({"tool_choice": "required"}, "tool_choice = 'required': nothing forces a call; use auto"),
-        ({"tools": [{"name": "add"}]}, "tools = [{'name': 'add'}]: is no list of functions"),
         ({"max_tokens": 0}, "max_tokens = 0: is no number of tokens; use 1 or more"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens differ"),
         ({"stop": [""]}, "stop = ['']: send a text or a list of texts, none empty"),
@@ -255,13 +246,6 @@ async def test_fields_that_change_nothing_or_have_the_episodes_value_are_taken(t
     assert made["usage"]["total_tokens"] == len(engine.asked[0][0]) + 2
 
 
-async def test_tools_that_the_template_does_not_show_are_refused():
-    plain = tokens_of("{% for m in messages %}{{ m.role + m.content }}{% endfor %}")
-    async with served(session_of(Engine(plain, "3"))) as (_, client):
-        status, made = await client.post([ASKED], tools=[ADD])
-        assert (status, made["error"]["message"][:6]) == (400, "tools:")
-
-
 async def test_a_text_that_ends_a_reply_is_not_given_out_and_stays_in_the_conversation(tokens):
     engine, record = Engine(tokens, "a</s>", "b"), EpisodeRecord()
     async with served(session_of(engine, record)) as (_, client):
@@ -270,15 +254,6 @@ async def test_a_text_that_ends_a_reply_is_not_given_out_and_stays_in_the_conver
         await client.message([ASKED, first, ASKED], stop=["</s>", "x"])
     assert engine.asked[0][2].end is not None
     assert "a</s>" in tokens.decode(engine.asked[1][0]) and len(sequences(record)) == 1
-
-
-async def test_a_conversation_that_is_full_ends_with_length(tokens):
-    engine = Engine(tokens, "3")
-    async with served(session_of(engine, max_tokens=5)) as (_, client):
-        status, made = await client.post([ASKED])
-    [choice] = made["choices"]
-    assert (status, choice["finish_reason"], choice["message"]["content"]) == (200, "length", "")
-    assert not engine.asked
 
 
 def chunks(text):
@@ -342,19 +317,6 @@ async def test_who_asks_again_after_a_timeout_gets_the_reply_that_was_under_way(
         assert (await client.message([ASKED]))["content"] == "3"
         assert len(engine.asked) == 1
         assert (await client.message([ASKED]))["content"] == "4", "asked anew, it is another"
-
-
-async def test_a_reply_that_comes_after_its_client_left_is_kept_until_that_asks_again(tokens):
-    engine = Engine(tokens, "3", "4")
-    engine.may_answer.clear()
-    async with served(session_of(engine)) as (place, client):
-        await leaves_early(client)
-        engine.may_answer.set()
-        while place.is_asked:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)  # it was answered, to nobody
-        assert (await client.message([ASKED]))["content"] == "3"
-        assert len(engine.asked) == 1
 
 
 async def test_without_the_key_of_an_episode_there_is_nothing(tokens):

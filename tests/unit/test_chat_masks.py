@@ -84,14 +84,6 @@ def test_the_answer_and_its_end_are_trained_on_and_the_line_break_after_it_is_no
     assert masked.loss_mask == [0] * 10 + [1, 1, 0]
 
 
-@pytest.mark.parametrize("template", [models.CHAT_TEMPLATE, MARKED])
-def test_every_turn_of_the_assistant_is_trained_on(tokens, template):
-    masked = encode(tokens, template, TWO_TURNS)
-    assert trained(tokens, masked) == ["4<|im_end|>", "7<|im_end|>"]
-    tokens.chat_template = template
-    assert tokens.decode(masked.token_ids) == tokens.apply_chat_template(TWO_TURNS, tokenize=False)
-
-
 def test_a_template_that_forgets_earlier_thoughts_is_followed_as_it_renders_the_whole(tokens):
     messages = [QUESTION, {**ANSWER, "content": "<think>hm</think>4"}, TWO_TURNS[2], TWO_TURNS[3]]
     masked = encode(tokens, THINKING, messages)
@@ -150,16 +142,11 @@ def test_special_tokens_that_the_template_does_not_write_are_tokens_in_a_message
     assert "<|tag|>" in tokens.convert_ids_to_tokens(masked.token_ids)
 
 
-@pytest.mark.parametrize("template", [models.CHAT_TEMPLATE, MARKED, STEPS, STRICT])
+@pytest.mark.parametrize("template", [MARKED, STRICT])
 def test_of_a_completion_only_the_last_turn_is_trained_on(tokens, template):
     whole, last = (encode(tokens, template, TWO_TURNS, last_only=only) for only in (False, True))
     assert last.token_ids == whole.token_ids
     assert trained(tokens, last) == trained(tokens, whole)[1:] != []
-
-
-def test_a_template_without_an_end_of_turn_trains_on_the_turn_without_the_space_after_it(tokens):
-    masked = encode(tokens, STRICT, TWO_TURNS)
-    assert trained(tokens, masked) == ["4", "7"]
 
 
 def test_a_turn_is_tokenized_as_it_is_sampled_apart_from_its_prompt(tokens):

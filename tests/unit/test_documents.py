@@ -57,13 +57,6 @@ def test_turns_in_a_prompt_are_not_trained_on_and_tools_go_to_the_template(tmp_p
     assert tokens.decode(document.token_ids).startswith("f<|im_start|>user")
 
 
-def test_without_a_template_the_completion_ends_with_the_end_of_sequence(tmp_path, tokens):
-    line = {"prompt": "2+2=", "completion": "4"}
-    document = open_documents(tmp_path, tokens, [line], chat_template=False).document(0)
-    assert tokens.decode(document.token_ids) == "2+2=4<|im_end|>"
-    assert document.loss_mask.tolist() == [0, 0, 0, 0, 1, 1]
-
-
 def test_json_lines_and_parquet_hold_the_same_rows(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -115,20 +108,6 @@ def test_a_step_ends_where_its_documents_or_its_tokens_do(tmp_path, tokens, rule
     assert count_steps(sft, documents, LENGTHS) == len(ends)
     fewer = sft.model_copy(update={"num_steps": 2})
     assert count_steps(fewer, documents, LENGTHS) == 2
-
-
-def test_batches_follow_each_other_through_the_epochs_without_a_gap(tmp_path, tokens):
-    lines = [conversation("x" * (1 + n % 5)) for n in range(11)]
-    documents = open_documents(
-        tmp_path, tokens, lines, batch_size=None, tokens_per_step=40, num_steps=None, epochs=3
-    )
-    seen, start = [], 0
-    while documents.batch(start).end > start:
-        batch = documents.batch(start)
-        assert sum(len(document.token_ids) for document in batch.documents) <= 40
-        seen += [document.line for document in batch.documents]
-        start = batch.end
-    assert seen == [documents.index_of(n) for n in range(33)]
 
 
 def test_a_long_document_is_refused_or_cut_where_the_job_says(tmp_path, tokens):

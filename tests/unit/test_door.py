@@ -93,18 +93,6 @@ async def test_each_kind_of_broken_request_is_refused_and_logged_once(caplog):
     assert lines_of(caplog) == dict.fromkeys([*BROKEN, "that broke off"], 1)
 
 
-async def test_a_minute_later_the_log_has_the_number_of_those_refused_meanwhile(
-    caplog, monkeypatch
-):
-    """S4."""
-    async with opened() as shut:
-        for _ in range(4):
-            await said(shut.address, b"\0" * 9)
-        monkeypatch.setattr(door, "_LOG_EVERY_S", 0.0)
-        await said(shut.address, b"\0" * 9)
-    assert [record.args[1] for record in caplog.records] == [1, 4]
-
-
 @pytest.mark.parametrize("cut", [1, 30, len(KNOWN) - 1, len(KNOWN), len(KNOWN) + 2])
 async def test_a_request_with_the_key_gets_in_whole_wherever_its_packets_are_cut(cut):
     async with opened() as shut:

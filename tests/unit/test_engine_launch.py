@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import socket
 from functools import partial
 from types import SimpleNamespace
@@ -12,36 +11,20 @@ import httpx
 import pytest
 from roles.role_fakes import config
 
-from relax_hpc.config.checks import check_pool
 from relax_hpc.config.engines import EnginePool
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.inference import members
 from relax_hpc.inference.client import EngineClient
-from relax_hpc.inference.members import Member
 from relax_hpc.inference.process import EngineProcess
 from relax_hpc.inference.sglang import launch
 from relax_hpc.inference.sglang.launch import size_of
 from relax_hpc.inference.spec import ALONE, EngineSpec, NodeShare
 from relax_hpc.launch.placement import place
 from relax_hpc.roles.context import TaskContext
-from relax_hpc.roles.engine import check, host, loop
+from relax_hpc.roles.engine import host
 from relax_hpc.roles.engine.host import EngineSlot, args_on_own_gpus, slots_of
-from relax_hpc.roles.facts import Facts
 from relax_hpc.runtime.comm.address import hold_port
 from relax_hpc.runtime.comm.orders import LOADER, Order
-from relax_hpc.runtime.paths import RunPaths
-
-# The lines of a start of SGLang 0.5.17 on a GPU that tell how far it is.
-LOG = [
-    ("/site/sglang/launch_server.py:56: UserWarning: 'python -m ...", "importing"),
-    ("[15:25:47] server_args=ServerArgs(model_path='m', port=1)", "starting its workers"),
-    ("[15:26:13] Init torch distributed begin.", "joining its ranks"),
-    ("[15:26:18] Load weight end. elapsed=0.39 s", "allocating the key-value cache"),
-    ("[15:26:18] Capture target decode CUDA graph begin. bs=[1]", "capturing graphs"),
-    ("[15:26:54] max_total_num_tokens=769870", "starting its HTTP server"),
-    ("[15:26:54] INFO:     Uvicorn running on http://127.0.0.1:1", "warming up"),
-]
 
 
 def listen(host, port):
@@ -59,22 +42,6 @@ def test_a_held_port_is_free_for_its_server_and_found_by_nobody_else():
         assert port not in found
         with socket.socket() as careless, pytest.raises(OSError, match="in use"):
             careless.bind(("127.0.0.1", port))
-
-
-def test_keys_are_recomputed_only_where_no_prefix_of_an_old_policy_can_be_found():
-    old = {"flushes_paused": False, "version": "0.5.17"}
-    launch.check_recompute({"disable_radix_cache": True}, **old)
-    launch.check_recompute({}, flushes_paused=True, version="0.5.23")
-    with pytest.raises(ConfigError, match=r"0\.5\.17 .*disable_radix_cache = true"):
-        launch.check_recompute({}, **old)
-
-
-def test_every_line_of_a_start_moves_its_phase_on():
-    said = ""
-    assert launch.phase(said) == "importing"
-    for line, phase in LOG:
-        said += f"{line}\n"
-        assert launch.phase(said) == phase
 
 
 STATIC = r"engines\.rollout\.args\.mem_fraction_static \(0\.9\)"
@@ -225,14 +192,6 @@ def context(rank, local_rank):
     return TaskContext("rollout", rank, 4, local_rank, attempt="1.0", start=1, node="n")
 
 
-def test_neighbouring_tasks_share_an_engine_that_spans_nodes():
-    spread = EnginePool(kind="sglang", count=2, nodes_per_engine=2, resources={"nodes": 4})
-    slots = [slots_of(spread, context(rank, 0))[0] for rank in range(4)]
-    assert [(slot.id, slot.number, slot.part) for slot in slots] == [
-        (f"rollout-{number}", number, part) for number in range(2) for part in range(2)
-    ]
-
-
 def test_a_task_with_several_engines_has_a_seat_for_each_and_gpus_in_their_order():
     """2 nodes of 8 GPUs, a task on each, 4 engines of 2 GPUs in it."""
     pool = EnginePool(
@@ -257,25 +216,6 @@ def test_engines_of_one_node_take_its_gpus_one_after_the_other(nodes, first):
     slots = [EngineSlot("rollout-0", 0, local_index) for local_index in range(4)]
     taken = [args_on_own_gpus(pool, slot)["base_gpu_id"] for slot in slots]
     assert taken == first
-
-
-SHARED = {"count": 2, "engines_per_task": 2}
-
-
-@pytest.mark.parametrize(
-    ("settings", "answer"),
-    [
-        (SHARED | {"count": 3}, "does not divide engines.rollout.count = 3"),
-        (SHARED | {"kind": "sglang", "nodes_per_engine": 2, "resources": {"nodes": 2}},
-         r"over 2 nodes .* use 1"),
-        ({"kind": "embedded", "nodes_per_engine": 2, "resources": {"nodes": 2}},
-         "use engines.rollout.kind = 'sglang'"),
-        ({"kind": "sglang", "nodes_per_engine": 2}, "1 engines take 2 nodes of their own"),
-    ],
-)  # fmt: skip
-def test_engines_share_a_task_and_span_nodes_only_where_they_can(settings, answer):
-    with pytest.raises(ValueError, match=answer):
-        check_pool("rollout", EnginePool.model_validate(settings))
 
 
 def test_an_engine_that_died_of_another_rank_that_had_no_memory_is_told_of_it(tmp_path):
@@ -340,34 +280,3 @@ def test_engines_of_a_fixed_pool_are_started_with_what_is_theirs_and_not_the_pol
     rollout = host.hosting_of(settings, slot)
     assert str(rollout.spec.model_path) == "policy" and rollout.spec.quantization
     assert rollout.recomputes
-
-
-def test_a_pools_model_is_looked_at_before_the_job(tiny_model, tmp_path):
-    good = {"model__path": str(tiny_model), "engines__judge__model": str(tiny_model)}
-    facts = Facts(tiny_model)
-    check.check_pools(config(**good), facts)
-    with pytest.raises(ConfigError, match=r"engines\.judge\.model = '.*none'"):
-        check.check_pools(config(**good | {"engines__judge__model": str(tmp_path / "none")}), facts)
-    other = tmp_path / "other"
-    shutil.copytree(tiny_model, other)
-    settings = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(settings | {"vocab_size": 77}))
-    with pytest.raises(ConfigError, match=r"engines\.judge\.model = .*other: "):
-        check.check_pools(config(**good | {"engines__judge__model": str(other)}), facts)
-    with pytest.raises(ConfigError, match=r"engines\.judge\.args\.num_thread: the embedded"):
-        check.check_pools(config(**good, engines__judge__args={"num_thread": 2}), facts)
-
-
-def test_a_fixed_pool_is_there_until_rollout_has_scored_the_last_policy(tmp_path):
-    settings, paths = config(engines__rollout__count=2), RunPaths(tmp_path)
-
-    def rollout(*states):
-        for number, state in enumerate(states):
-            record = Member(f"rollout-{number}", "7.0-1-1", "", 1, "embedded", state)
-            members.announce(paths, record)
-        return loop.is_rollout_gone(settings, paths)
-
-    assert not rollout()
-    assert not rollout("GONE")
-    assert not rollout("GONE", "HEALTHY")
-    assert rollout("GONE", "FAILED")

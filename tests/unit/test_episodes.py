@@ -22,7 +22,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.inference.generation import Draft, Sampling
 from relax_hpc.roles.rollout import episodes as rollout
 from relax_hpc.roles.rollout.episodes import Episode, Episodes, Grouper, rows_of
-from relax_hpc.roles.rollout.loop import means_of, publish
+from relax_hpc.roles.rollout.loop import publish
 from relax_hpc.runtime.telemetry.event_table import find_undeclared
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
 
@@ -150,22 +150,6 @@ async def test_the_second_turn_goes_on_from_exactly_the_tokens_of_the_first(toke
     assert later == seed_of_call(11, 1) != 11
 
 
-async def test_what_the_policy_said_stays_even_where_the_tokenizer_would_write_it_otherwise(tokens):
-    """The reply is sampled letter by letter; as text it would be fewer tokens."""
-
-    class Letters(Engine):
-        async def sample(self, given, draft, how, *, seed, homes):
-            self.asked.append((list(given), [], how, seed, homes))
-            ids = [tokens.encode(c, add_special_tokens=False)[0] for c in "user"]
-            return answer(draft, [*ids, tokens.eos_token_id], [-1.0] * 5, [(0, 4)])
-
-    engine = Letters(tokens)
-    record, _ = await play(tokens, engine, Twice())
-    first = record.calls[0]
-    assert engine.asked[1][0][: len(first.token_ids)] == first.token_ids
-    assert len(sequences(record)) == 1
-
-
 async def test_a_reply_that_was_cut_off_gets_its_end_of_turn_as_given_tokens(tokens):
     engine = Engine(tokens, "1234567", "12<|im_end|>")
     record = EpisodeRecord()
@@ -289,13 +273,13 @@ async def test_a_tool_whose_output_looks_like_a_turn_makes_none(tokens):
 class Forks:
     """Asks something else each time, as often as it is told to."""
 
-    def __init__(self, *counts, metrics=()):
-        self.counts, self.metrics = iter(counts), iter(metrics)
+    def __init__(self, *counts):
+        self.counts = iter(counts)
 
     async def rollout(self, prompt, session):
         for number in range(next(self.counts)):
             await session.chat(number * [{"role": "user", "content": f"{number}+"}] or None)
-        return Outcome({"right": 0.5}, next(self.metrics, {}))
+        return Outcome({"right": 0.5})
 
 
 async def test_an_episode_is_a_row_for_each_of_its_sequences_with_the_episodes_reward(tokens):
@@ -308,13 +292,6 @@ async def test_an_episode_is_a_row_for_each_of_its_sequences_with_the_episodes_r
     assert "1+" in said[1] and "2+" in said[2] and said[3] == said[0]
     assert [int(row.loss_mask.sum()) for row in rows] == [2] * 4
     to_columns([made])  # as the bus takes them
-
-
-async def test_metrics_of_episodes_are_means_over_those_that_have_them(tokens):
-    counted = [{"calls": 2, "found": True}, {"calls": 1}]
-    made = await grouped(tokens, ["3<|im_end|>"] * 3, Forks(2, 1, metrics=counted))
-    means = means_of("rollout", made.metrics)
-    assert (means["rollout/calls"], means["rollout/found"]) == (1.5, 1.0)
 
 
 async def test_seconds_of_episodes_and_of_the_reward_are_told_apart(tokens, monkeypatch):

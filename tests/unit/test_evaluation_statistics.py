@@ -12,11 +12,8 @@ import pytest
 
 from relax_hpc.algorithms import statistics as module
 from relax_hpc.algorithms.statistics import (
-    Figure,
-    Majority,
     ScoredResponse,
     Votes,
-    by_source,
     estimate_clustered,
     majority_at_k,
     pass_all_k,
@@ -92,55 +89,6 @@ def test_the_error_is_that_of_simulated_evaluations_where_samples_of_a_prompt_ar
     spread = reference.variance(means)
     assert reference.mean(errors) == pytest.approx(spread, rel=0.1)
     assert reference.mean(naive) < 0.5 * spread
-
-
-def test_the_error_of_pass_at_k_and_majority_is_that_of_simulated_evaluations():
-    draw, found = random.Random(1), []
-    for _ in range(400):
-        scores = []
-        for _ in range(30):
-            chance = draw.choice([0.2, 0.7])
-            scores.append([float(draw.random() < chance) for _ in range(4)])
-        found.append(statistics(samples_of(scores), [3]))
-    for name in ("pass_at", "pass_all", "majority_at"):
-        figures = [getattr(each, name)[3] for each in found]
-        spread = reference.stdev([figure.value for figure in figures])
-        error = math.sqrt(reference.mean([figure.error**2 for figure in figures]))
-        assert error == pytest.approx(spread, rel=0.15), name
-
-
-def test_clusters_of_one_size_have_the_error_of_their_means():
-    clusters = [[0.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
-    error = reference.stdev([0.5, 1.0, 0.0]) / math.sqrt(3)
-    assert estimate_clustered(clusters) == Figure(0.5, pytest.approx(error))
-
-
-def test_the_order_of_samples_does_not_matter():
-    samples = samples_of([[1, 0, 0.5], [0, 0, 1], [1, 1, 1]])
-    shuffled = random.Random(0).sample(samples, len(samples))
-    assert statistics(shuffled, [1, 3]) == statistics(samples, [1, 3])
-
-
-def test_subsets_are_told_apart():
-    samples = [ScoredResponse(n, float(n), False, source=source) for n, source in enumerate("bab")]
-    found = by_source(samples)
-    assert list(found) == ["a", "b"]
-    assert [sample.prompt for sample in found["b"]] == [0, 2]
-
-
-def test_a_k_above_the_samples_of_a_prompt_is_refused_and_the_prompt_named():
-    with pytest.raises(ConfigError, match=r"prompt 1: k = 3: there are 2 samples"):
-        statistics(samples_of([[1, 1, 1], [0, 1]]), [1, 3])
-    with pytest.raises(ConfigError, match="need a sample"):
-        statistics([], [1])
-
-
-def test_the_error_of_draws_is_that_of_a_mean_of_prompts(monkeypatch):
-    """Errors of 0.03 and 0.04 of two prompts make one of 0.05 / 2 of their mean."""
-    errors = iter([0.03, 0.04])
-    monkeypatch.setattr(module, "majority_at_k", lambda votes, k, seed: Majority(0.5, next(errors)))
-    found = statistics(samples_of([[1, 0], [1, 1]]), [2])
-    assert found.majority_draws == {2: pytest.approx(0.025)}
 
 
 @pytest.mark.parametrize("n", range(1, 13))
@@ -233,8 +181,6 @@ def test_more_samples_than_there_are_cannot_be_drawn(k):
     for figure in (pass_at_k, pass_all_k):
         with pytest.raises(ConfigError, match=f"k = {k}: there are 8 samples .* k from 1 to 8"):
             figure(8, 3, k)
-    with pytest.raises(ConfigError, match=f"k = {k}: there are 8 samples"):
-        majority_at_k(Votes(3, (5,)), k)
 
 
 def test_draws_without_any_answer_are_not_right():

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 import torch
+from job_trees import job_of
 
-from relax_hpc.config.job_file import validate
 from relax_hpc.errors import ConfigError
 from relax_hpc.inference.embedded import server
 from relax_hpc.inference.process import start_engine
@@ -44,14 +44,10 @@ def cards(monkeypatch):
 @pytest.mark.parametrize(
     ("asked", "visible", "found", "lacks"),
     [
-        (0, None, 0, False),
         (0, "", 0, False),
         (4, None, 4, False),
         (4, "0,1,2,3", 3, True),
-        (4, "0,1,2,3", 0, True),
-        (4, None, 1, True),
         (4, "", 0, True),
-        (1, None, 8, False),
         (4, "2", 1, False),  # srun --gpu-bind: one of four for each task
         (4, "2", 0, True),
         (2, "0,-1", 1, True),  # local_step, of a machine with one
@@ -86,13 +82,6 @@ def test_a_rank_and_engines_that_lack_gpus_do_not_compute(cards, tmp_path):
             )  # fmt: skip
 
 
-def test_a_task_is_told_how_many_gpus_were_asked_for(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["entry", "/run", "rollout", "--start", "1", "--gpus", "4"])
-    monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
-    monkeypatch.setenv("SUBMITIT_LOCAL_JOB_ID", "7")
-    assert entry._context(entry._parse()).gpus == 4
-
-
 def test_a_gpu_that_this_machine_lacks_has_a_name_that_is_nowhere(monkeypatch):
     assert local_step._gpus(2, 2) == ["2", "3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,6")
@@ -117,36 +106,6 @@ def test_all_components_of_a_run_without_slurm_have_their_gpus_on_this_machine(c
     preflight.check_gpus([rollout, dataclasses.replace(actor, on="rollout")])
     cards(0)
     preflight.check_gpus([Component("actor", 2, Resources())])
-
-
-def test_a_run_that_asks_for_gpus_is_not_started_on_a_machine_without(refused, remarked, cards):
-    cards(0)
-    for told, verb in ((remarked, "check"), (refused, "submit")):
-        said = told(verb, "job.toml", "--local", "--set", "resources.gpus_per_node=4")
-        assert "8 GPUs of this machine, where the run is to be, and it shows 0; ask for" in said
-
-
-def test_the_driver_is_asked_and_one_that_is_not_there_shows_none(monkeypatch):
-    class Driver:
-        def __init__(self, fails):
-            self.fails = fails
-
-        def cuInit(self, _):  # noqa: N802
-            return 999 if self.fails else 0
-
-        def cuDeviceGetCount(self, there):  # noqa: N802
-            there._obj.value = 4
-            return 0
-
-    for fails, found in ((False, 4), (True, 0)):
-        monkeypatch.setattr(hardware.ctypes, "CDLL", lambda _, fails=fails: Driver(fails))
-        assert hardware.count_gpus() == found
-
-    def nowhere(_):
-        raise OSError
-
-    monkeypatch.setattr(hardware.ctypes, "CDLL", nowhere)
-    assert hardware.count_gpus() == 0
 
 
 MAIN = """
@@ -181,11 +140,8 @@ def test_tasks_of_a_node_take_parts_of_what_all_of_them_see(bound, monkeypatch):
     seen = {2, 3, 5, 7, 11, 13}
     assert [bound(seen, rank, 2, 3) for rank in range(2)] == [[2, 3, 5], [7, 11, 13]]
     assert [bound(seen, rank, 3, 2) for rank in range(3)] == [[2, 3], [5, 7], [11, 13]]
-
-
-def test_where_slurm_binds_nobody_or_has_dealt_already_nothing_is_bound(bound):
-    assert bound(set(range(64)), 0, 2, 8) is None
-    assert bound({0, 1, 2}, 0, 2, 3) is None
+    assert bound(set(range(64)), 0, 2, 8) is None, "Slurm binds nobody"
+    assert bound({0, 1, 2}, 0, 2, 3) is None, "it has dealt already"
 
 
 def test_threads_of_one_core_are_of_one_task(tmp_path):
@@ -218,9 +174,7 @@ def test_added_engines_of_one_node_see_all_of_it_and_take_parts(
     """Two nodes with two engines each and 4 CPUs a task, and two that are idle."""
     resources = {"nodes": 2, "max_nodes": 4, "cpus_per_task": 4, "srun": srun}
     pool = {"count": 4, "engines_per_task": per_task, "resources": resources}
-    run = {"name": "run", "run_root": str(tmp_path), "model": {"path": "m"}}
-    rest = {"prompts": {"train": "t"}, "schedule": {"num_steps": 1}}
-    config = validate({**run, **rest, "engines": {"rollout": pool}}, source="test")
+    config = job_of(run_root=str(tmp_path), engines__rollout=pool)
     monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_0", "n[1-4]")
     names = subprocess.CompletedProcess([], 0, "n1\nn2\nn3\nn4\n", "")
     monkeypatch.setattr(scaler, "output_of", lambda _: names)
@@ -243,7 +197,7 @@ class FakeProcess:
 def test_a_task_in_a_step_of_its_own_knows_its_place_on_the_node(monkeypatch):
     """Slurm says rank 0 of one; the script which rank that is, and how many are on a node."""
     told = ["entry", "/run", "rollout", "--start", "2", "--apart-from", "5", "--tasks", "8"]
-    monkeypatch.setattr("sys.argv", [*told, "--on-node", "4", "--cpus", "3"])
+    monkeypatch.setattr("sys.argv", [*told, "--on-node", "4", "--gpus", "2"])
     for name, value in {
         "SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "7", "SUBMITIT_LOCAL_NTASKS": "1",
         "SUBMITIT_LOCAL_GLOBALID": "0", "SUBMITIT_LOCAL_LOCALID": "0",
@@ -251,3 +205,4 @@ def test_a_task_in_a_step_of_its_own_knows_its_place_on_the_node(monkeypatch):
         monkeypatch.setenv(name, value)
     task = entry._context(entry._parse())
     assert (task.rank, task.size, task.local_rank, task.step_from, task.start) == (5, 8, 1, 5, 2)
+    assert task.gpus == 2

@@ -18,7 +18,6 @@ from relax_hpc.runtime.files import storage
 from relax_hpc.runtime.heartbeat import Beat, Doing
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry.events import read_events
-from relax_hpc.runtime.telemetry.timers import Timers
 from relax_hpc.runtime.watchdog import Suspicion
 
 TOY = Path(__file__).with_name("hanging.py")
@@ -210,20 +209,6 @@ def test_the_limit_of_a_phase_is_learned_from_the_times_that_it_took(heart):
     assert take("train", 900, heart) == 150 and take("read", 0.1, heart) == 10
     assert take("train", 1, heart) == 1000, "no limit is above the highest"
     assert take("save", 1, heart) == 1000
-
-
-def test_a_phase_within_another_is_a_sign_of_life_of_both(heart):
-    memory, clock = heart
-    timers = Timers(step=4)
-    with timers("publish", waits=True):
-        outer = Beat.read(memory)
-        clock.now += 5
-        with timers("gather"):
-            inner = Beat.read(memory)
-        again = Beat.read(memory)
-    assert (outer.phase, outer.waits, outer.step) == ("publish", True, 4)
-    assert (inner.phase, inner.waits, inner.since) == ("gather", False, 105)
-    assert again.phase == "publish" and again.counter > inner.counter > outer.counter
 
 
 def test_what_a_task_says_that_it_does_is_shown_and_changes_no_limit(heart):

@@ -5,7 +5,6 @@ import logging
 from dataclasses import replace
 
 import pytest
-from matplotlib.figure import Figure
 
 from relax_hpc.config import job_file
 from relax_hpc.roles.rollout.heldout import Begun, Due, HeldoutRow, ScoreBoard, TaskScore
@@ -26,7 +25,7 @@ def board_of(folder, rank, size):
 
 
 BEFORE, AFTER = Due("h", "before", 0), Due("h", "after", 0)
-FIRST, SECOND = Due("h", "during", 0), Due("h", "during", 1)
+SECOND = Due("h", "during", 1)
 EASY, HARD = Due("easy", "during", 1), Due("hard", "during", 1)
 LATE = [  # the task of rank 1 is killed and starts again
     (2, BEFORE, share(0, 2.0, 4), ""),
@@ -39,20 +38,10 @@ LATE = [  # the task of rank 1 is killed and starts again
     (0, AFTER, share(30, 4.0, 4), ""),
     (2, AFTER, share(30, 4.0, 4), "after, policy 30: 1.000 (h)"),
 ]
-AHEAD = [
-    (0, FIRST, share(10, 1.0, 4), ""),
-    (0, SECOND, share(20, 3.0, 4), ""),
-    (1, FIRST, share(10, 1.0, 4), "during, policy 10: 0.250 (h)"),
-    (1, SECOND, share(20, 3.0, 4), "during, policy 20: 0.750 (h)"),
-]
 UNSCORED = [
     (0, BEFORE, TaskScore(0, 0, 1.0, 1, 3), ""),
     (1, BEFORE, TaskScore(0, 0, 1.0, 3, 0),
      "before, policy 0: 0.500 (h, 3 left out whose reward failed)"),
-]  # fmt: skip
-ALL_UNSCORED = [
-    (0, BEFORE, TaskScore(0, 0, 0.0, 0, 2),
-     "before, policy 0: no score (h, 2 left out whose reward failed)"),
 ]  # fmt: skip
 SETS = [
     (0, EASY, TaskScore(20, 21, 3.0, 4), ""),
@@ -65,8 +54,8 @@ NOTHING = [(0, BEFORE, TaskScore.of([]), "before, no policy: no score (h)")]
 
 @pytest.mark.parametrize(
     ("size", "added"),
-    [(3, LATE), (2, AHEAD), (2, UNSCORED), (1, ALL_UNSCORED), (2, SETS), (1, NOTHING)],
-    ids=["killed", "ahead of others", "no scores", "not a score", "sets", "nothing sampled"],
+    [(3, LATE), (2, UNSCORED), (2, SETS), (1, NOTHING)],
+    ids=["killed", "no scores", "sets", "nothing sampled"],
 )
 def test_the_last_task_of_an_evaluation_says_what_all_scored(tmp_path, caplog, size, added):
     """(task, evaluation, its share, what is said then)."""
@@ -95,7 +84,6 @@ def test_what_all_tasks_have_scored_stays_so_when_they_are_others_and_the_rest_i
         for rank in range(size):
             other = board_of(tmp_path, rank, size)
             assert other.list_begun("h") == Begun([before], [once, twice])
-            assert other.list_begun("other") == Begun([], [])
             assert other.count_kept_bytes([before]) is None and other.count_kept_bytes([once]) == 0
             assert other.begin(twice) == []
     board_of(tmp_path, 0, 1).add(once, TaskScore.of(rows), rows)
@@ -117,7 +105,6 @@ def test_a_board_knows_what_its_task_began_and_completed_in_earlier_starts(tmp_p
     part.write_text(part.read_text()[:-9])  # killed while it wrote
     again = board_of(tmp_path, 0, 2)
     assert again.list_begun("h") == Begun([before], [during])
-    assert again.list_begun("hard") == Begun([], [])
     assert other.list_begun("h") == Begun([], [])  # nothing is kept of it
     assert again.begin(during) == rows[:2]
     again.keep(during, rows[2:])
@@ -129,7 +116,6 @@ def test_a_board_knows_what_its_task_began_and_completed_in_earlier_starts(tmp_p
 
 
 def test_every_sample_is_kept_in_a_file_of_the_evaluation_for_the_runs_owner(tmp_path):
-    """Two prompts of two samples each: pass@1 is 0.25, pass@2 is 0.5."""
     scores = {(0, 0): 0.0, (0, 1): 1.0, (3, 0): 0.0, (3, 1): 0.0}
     rows = [
         HeldoutRow(p, n, score, {"boxed_number": score}, 7 + n, 8, "stop", 3, ["75"], "algebra")
@@ -145,8 +131,6 @@ def test_every_sample_is_kept_in_a_file_of_the_evaluation_for_the_runs_owner(tmp
     assert path.stat().st_mode & 0o077 == 0
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert {(row["prompt"], row["sample"]): row["score"] for row in found} == scores
-    best = {prompt: max(s for (p, _), s in scores.items() if p == prompt) for prompt in (0, 3)}
-    assert sum(best.values()) / len(best) == 0.5
     assert found[1] == {
         "prompt": 0, "sample": 1, "score": 1.0, "parts": {"boxed_number": 1.0}, "version": 8,
         "in_thought": False,
@@ -156,7 +140,6 @@ def test_every_sample_is_kept_in_a_file_of_the_evaluation_for_the_runs_owner(tmp
     assert TaskScore.of(rows) == TaskScore(7, 8, 1.0, 4)
 
 
-LONG = "teacher-of-mathematics"
 RUNS = {
     "rl": {"prompts": {"train": "t"}, "schedule": {"num_steps": 30}},
     "sft": {"sft": {"train": "t", "batch_size": 1, "num_steps": 30}},
@@ -167,7 +150,7 @@ RUNS = {
 def text(tmp_path):
     """`status` of a run of 30 steps that did some and was evaluated after others."""
 
-    def of(kind, steps, evaluated, failed=(), empty=(), sets=("h",)):
+    def of(kind, steps, evaluated, failed=(), sets=("h",)):
         paths = RunPaths(tmp_path / kind)
         paths.root.mkdir(exist_ok=True)
         tree = {"name": kind, "model": {"path": "m"}} | RUNS[kind]
@@ -176,9 +159,6 @@ def text(tmp_path):
         with EventWriter(paths.events("actor", 0), "actor", 0) as events:
             for step in range(1, steps + 1):
                 events.emit("step", step=step, loss=2.0, num_trajectories=1, num_documents=1)
-            for step in empty:
-                none = {"num_documents": 0, "num_trained_tokens": 0, "data/left_out": 4}
-                events.emit("step", step=step, **none)
             for step, value in evaluated.items():
                 when = {0: "before", 30: "after"}.get(step, "during")
                 if kind == "rl":
@@ -193,10 +173,9 @@ def text(tmp_path):
                 events.emit("reward_errors", heldout=first.startswith("held-out"), **fields)
         found = summary.write(paths.root)
         run = status.RunStatus(
-            **{name: None for name in status.RunStatus.__dataclass_fields__}
+            **dict.fromkeys(status.RunStatus.__dataclass_fields__)
             | {"run_dir": paths.root, "name": kind, "state": "CANCELLED", "progress": found}
-            | {"components": (), "engines": (), "doing": (), "reason": ""}
-            | ({"earlier": {}} if "earlier" in status.RunStatus.__dataclass_fields__ else {})
+            | {"components": (), "engines": (), "doing": (), "reason": "", "earlier": {}}
         )
         of.run = run
         return report.text(run)
@@ -217,14 +196,6 @@ def test_status_tells_each_of_several_held_out_sets_by_its_name_the_first_one_fi
         "held-out 0.500 before, 1.000 after (h)",
         "held-out 0.500 before, 1.000 after (a)",
     ]
-    assert "0.500 before, 1.000 after\n" in text("rl", 30, {0: 0.5, 30: 1.0})
-
-
-@pytest.mark.parametrize(("mode", "option"), [("local", " --local"), ("slurm", "")])
-def test_a_run_of_this_machine_is_resumed_on_it_wherever_slurm_is(text, mode, option):
-    text("rl", 1, {})
-    run = replace(text.run, state="FAILED", mode=mode)
-    assert f"  to go on      relax-hpc resume {run.run_dir}{option}\n" in report.text(run)
 
 
 def test_status_counts_rewards_that_failed_and_says_why_the_first_did(text):
@@ -262,23 +233,6 @@ def test_an_engine_that_was_removed_stands_apart_from_the_versions_that_there_ar
     )
 
 
-def test_a_long_name_of_a_component_moves_what_stands_beside_it(text):
-    text("rl", 5, {})
-    of = [status.ComponentStatus(name, "7", 1, 0, "RUNNING", "n1") for name in ("actor", LONG)]
-    run = replace(text.run, components=of, progress=text.run.progress | {"scored": {LONG: 3}})
-    rows = report.text(run).splitlines()
-    assert [row.index(" 7  running") for row in rows[1:3]] == [2 + len(LONG)] * 2
-    [scored] = [row for row in rows if "3 trajectories scored" in row]
-    [steps] = [row for row in rows if "5 of 30" in row]
-    assert scored.index("3 traj") == steps.index("5 of 30") == 3 + len(LONG)
-
-
-@pytest.mark.parametrize("kind", RUNS)
-def test_a_run_without_a_step_does_not_advertise_its_curve(text, kind):
-    assert "curve" in text(kind, 1, {})
-    assert "curve" not in text(kind, 0, {0: 0.5})
-
-
 @pytest.mark.parametrize("kind", RUNS)
 @pytest.mark.parametrize("ends", [0.0, 1.0])
 def test_no_legend_lies_on_a_curve(tmp_path, monkeypatch, kind, ends):
@@ -291,19 +245,11 @@ def test_no_legend_lies_on_a_curve(tmp_path, monkeypatch, kind, ends):
             events.emit("step", step=step, loss=value, **shown)
     (curve.plot if kind == "rl" else curve.plot_loss)(tmp_path)
     [figure] = drawn
-    assert isinstance(figure, Figure)
     figure.draw_without_rendering()
     for axes in figure.axes:
         legend, inside = axes.get_legend().get_window_extent(), axes.get_window_extent()
         assert not legend.overlaps(inside)
         assert figure.bbox.contains(*legend.min) and figure.bbox.contains(*legend.max)
-
-
-def test_status_of_a_fine_tuning_counts_steps_that_had_nothing_to_train_on(text):
-    said = " ".join(text("sft", 5, {}, empty=(6, 7)).split())
-    assert "documents 5 trained on, 8 left out, their prompts alone are too long, 2 steps" in said
-    assert "2 steps without any, which updated nothing" in said
-    assert "updated nothing" not in text("sft", 5, {})
 
 
 def event(time, kind, **fields):
@@ -334,13 +280,8 @@ def test_what_was_drained_and_what_is_trained_again_is_waste_of_the_last_ten_min
     first, second = history.sum_up_ends(records, RUN)
     assert first == ("7.0", 3.0, 600.0, 3.0)  # it ran for longer than 10 minutes
     assert second == ("7.1", 9.0, 200.0, 9.0 + 80.0)  # and this one 200 s
-    [(name, said)] = report._describe_announced_ends([first._asdict(), second._asdict()])
-    assert name == "ends"
-    assert said == (
-        "2 announced: requeued 9.0 s after that at most; 11.5% of the last 10 minutes before them "
-        "wasted"
-    )
-    assert report._describe_announced_ends([]) == []
+    [(_, said)] = report._describe_announced_ends([first._asdict(), second._asdict()])
+    assert said.startswith("2 announced: requeued 9.0 s after that at most; 11.5% of the last 10 ")
 
 
 def test_a_step_that_is_trained_again_counts_as_far_as_it_lies_in_the_ten_minutes():
@@ -351,8 +292,3 @@ def test_a_step_that_is_trained_again_counts_as_far_as_it_lies_in_the_ten_minute
     ]  # fmt: skip
     [end] = history.sum_up_ends({"7.0": {"time": 1599.0, "asked": 1600.0}}, run)
     assert (end.window_s, end.wasted_s) == (600.0, 105.0 + 1.0)
-
-
-def test_an_end_that_was_refused_or_is_under_way_is_none_yet():
-    records = {"7.0": {"time": 1901.0, "refused": "by Slurm"}, "7.1": {"time": 2291.0}}
-    assert history.sum_up_ends(records, RUN) == []

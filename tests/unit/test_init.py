@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 from relax_hpc.cli import init
 from relax_hpc.cli.main import app
 from relax_hpc.config import job_file
-from relax_hpc.errors import ConfigError
 from relax_hpc.launch import profiles
 
 SINFO = """\
@@ -62,8 +61,6 @@ def test_init_writes_a_job_and_what_slurm_tells_of_the_cluster_once(tmp_path, ho
     for line in (
         "#   gpu        4      96     gpu:h100:4  2-00:00:00  h100,ib",
         '# account = "proj1"        # yours: proj1, proj2',
-        '# time = "2-00:00:00"      # else the partition\'s default',
-        '# constraint = "h100"',
         "# gpus_per_node = 4",
     ):
         assert f"{line}\n" in text
@@ -84,48 +81,6 @@ def test_without_slurm_there_is_no_profile_but_a_job(tmp_path, home):
     assert init.profile_text() is None
 
 
-@pytest.mark.parametrize("sbatch", ["exit 1", None])
-def test_where_slurm_is_silent_the_next_command_does_not_ask_it(tmp_path, monkeypatch, sbatch):
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin")
-    cluster(tmp_path / "bin", sinfo="exit 1", **({"sbatch": sbatch} if sbatch else {}))
-    said = CliRunner().invoke(app, ["init", "first"])
-    local = " --local" if sbatch else ""
-    assert said.stdout.endswith(f"next: relax-hpc check first.toml{local}\n")
-    text = Path("first.toml").read_text(encoding="utf-8")
-    assert f"#   run       relax-hpc submit first.toml{local}\n" in text
-
-
-TINY = {
-    "demo": ["models/tiny"],
-    "colours": ["models/tiny-vl --kind vl"],
-    "colours_experts": ["models/tiny-vl-moe --kind vl-moe"],
-    "pitches": ["models/tiny-omni --kind omni"],
-    "code": ["models/tiny-code --kind code"],
-    "arithmetic_distill": ["models/tiny", "models/tiny-teacher --target 0.98"],
-    "qwen3-4b-gsm8k": [],
-}
-
-
-@pytest.mark.parametrize("like", TINY)
-def test_init_says_how_to_make_the_models_that_the_job_needs(like):
-    said = CliRunner().invoke(app, ["init", "first", "--like", like]).stdout
-    made = [line for line in said.splitlines() if "make-tiny" in line]
-    assert made == [f"next: relax-hpc make-tiny {each}" for each in TINY[like]]
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        (["a/b"], "'a/b': is no name of a run"),
-        (["a", "--like", "demmo"], "--like demmo: no such job; did you mean demo?"),
-    ],
-)
-def test_a_name_that_is_none_is_refused(asked, message, tmp_path):
-    error = CliRunner().invoke(app, ["init", *asked]).exception
-    assert isinstance(error, ConfigError) and message in str(error)
-    assert list(tmp_path.glob("*.toml")) == []
-
-
 def test_the_schema_knows_every_section_and_the_spellings_of_slurm():
     asked = CliRunner().invoke(app, ["schema", "--out", "schema.json"])
     assert asked.exit_code == 0
@@ -136,11 +91,3 @@ def test_the_schema_knows_every_section_and_the_spellings_of_slurm():
     time = schema["$defs"]["Resources"]["properties"]["time"]
     assert {each["type"] for each in time["anyOf"]} == {"string", "integer", "null"}
     assert "Slurm time limit" in time["description"]
-
-
-@pytest.mark.parametrize("job", sorted(job_file.JOBS.rglob("*.toml")), ids=lambda job: job.stem)
-def test_a_job_that_comes_along_names_the_schema_that_make_setup_writes(job):
-    root = job_file.JOBS.resolve().parent
-    first = job.resolve().read_text().splitlines()[0].removeprefix("#:schema ")
-    assert (job.resolve().parent / first).resolve() == root / "job.schema.json"
-    assert "relax-hpc schema --out" in (root / "Makefile").read_text()

@@ -60,40 +60,12 @@ def test_a_process_is_found_by_its_number_and_start_until_it_has_ended():
     assert found.find() is None
 
 
-def test_both_components_run_and_every_task_knows_who_it_is(tmp_path):
-    components = [tasks("rollout", 2), tasks("actor", 1)]
-    job = launch(tmp_path, components, {"rollout": ["who_am_i"], "actor": ["who_am_i"]})
-    assert exit_code(tmp_path, job.job_id, 60) == 0
-    tasks_of_rollout = results(tmp_path, "rollout", 2)
-    assert [(task["name"], task["size"], task["start"]) for task in tasks_of_rollout] == [
-        ("rollout-0", 2, 1), ("rollout-1", 2, 1)]  # fmt: skip
-    [actor] = results(tmp_path, "actor", 1)
-    assert (actor["name"], actor["attempt"]) == ("actor-0", f"{job.job_id}.0")
-
-
-@pytest.mark.parametrize("name", ["with space", "a'quote", 'double"quote', "dollar$HOME", "a;b&c"])
+@pytest.mark.parametrize("name", ["with space '", 'double"quote', "dollar$HOME;b&c"])
 def test_hostile_folder_names_are_only_names(tmp_path, name):
     role, run_dir = "role with 'quote", tmp_path / name
     job = launch(run_dir, [tasks(role, 1)], {role: ["raise_until", 1, "x"]})
     assert exit_code(run_dir, job.job_id, 30) == 0
     assert results(run_dir, role, 1) == [1]
-
-
-def test_a_killed_task_has_its_whole_step_started_again_in_place(tmp_path):
-    calls = {"rollout": ["kill_yourself_at_the_first_start"], "actor": ["who_am_i"]}
-    job = launch(tmp_path, [tasks("rollout", 2), tasks("actor", 1)], calls, max_restarts=1)
-    assert exit_code(tmp_path, job.job_id, 60) == 0
-    again = results(tmp_path, "rollout", 2)
-    assert again == [2, 2], "a finished rank starts again together with its peers"
-    assert results(tmp_path, "actor", 1)[0]["start"] == 1, "the other component was left alone"
-
-
-def test_an_exception_is_followed_by_a_restart_while_there_is_one(tmp_path):
-    calls = {"actor": ["raise_until", 3, "not yet"]}
-    job = launch(tmp_path, [tasks("actor", 1)], calls, max_restarts=2)
-    assert exit_code(tmp_path, job.job_id, 60) == 0
-    assert results(tmp_path, "actor", 1) == [3]
-    assert "ValueError: not yet" in printed(tmp_path, job, "actor")
 
 
 def test_a_component_without_restarts_left_ends_the_others_and_says_why(tmp_path):

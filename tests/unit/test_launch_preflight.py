@@ -4,23 +4,17 @@ import errno
 import json
 import os
 import resource
-import shutil
 from pathlib import Path
 
 import pytest
-from toys import until
-from typer.testing import CliRunner
+from job_trees import job_of
 
-from relax_hpc.cli.main import app
 from relax_hpc.config import job_file
 from relax_hpc.config.actor import ActorConfig
 from relax_hpc.config.engines import EnginePool
-from relax_hpc.config.job_file import read_resolved
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError, LaunchError
-from relax_hpc.launch import cluster, local, preflight, record
-from relax_hpc.launch import submit as submit_module
-from relax_hpc.launch.local import processes
+from relax_hpc.launch import cluster, local, preflight
 from relax_hpc.launch.placement import Component
 from relax_hpc.launch.submit import submit
 from relax_hpc.roles.engine import check as engine_check
@@ -28,8 +22,7 @@ from relax_hpc.roles.rollout import check as rollout_check
 from relax_hpc.roles.training import check as training_check
 from relax_hpc.runs import logs
 from relax_hpc.runs.cancel import cancel
-from relax_hpc.runs.status import collect, overall
-from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runs.status import overall
 from relax_hpc.sections import Resources
 from relax_hpc.trainer.models.registry import FAMILIES, read_architecture
 
@@ -52,12 +45,6 @@ def model(folder, **fields):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-def test_sinfo_is_read_with_sockets_types_and_other_resources():
-    found = cluster.parse_sinfo(SINFO)
-    assert found == {"gpu": {"n1": 4, "n2": 4}, "cpu": {"n2": 4, "n3": 0}}
-    assert found.default == "gpu"
 
 
 @pytest.mark.parametrize(
@@ -97,17 +84,6 @@ def test_tasks_that_would_share_a_gpu_and_times_slurm_cannot_read_are_refused():
         preflight.check_component(Component("actor", 1, Resources(time="tomorrow")))
 
 
-def test_hours_that_slurm_would_read_as_minutes_are_told_of_once():
-    said = list[str]()
-    times = ["1:30", "1:30", "90", "1:30:00", None]
-    parts = [Component(f"c{n}", 1, Resources(time=time)) for n, time in enumerate(times)]
-    preflight.doubt_times(parts, said.append)
-    assert said == [
-        "c0.resources.time = '1:30': is 2 min, as Slurm reads it (minutes:seconds); hours are "
-        'written "1:30:00"'
-    ]
-
-
 def test_nodes_for_later_are_rollouts_counted_and_not_fewer_than_it_starts_with():
     with pytest.raises(ConfigError, match=r"actor.resources.max_nodes = 2: only rollout can be"):
         preflight.check_component(Component("actor", 1, Resources(max_nodes=2)))
@@ -123,7 +99,7 @@ def test_nodes_for_later_are_rollouts_counted_and_not_fewer_than_it_starts_with(
 @pytest.mark.parametrize(
     ("rollout", "answer"),
     [
-        ({"args": {"enable_return_routed_experts": True}}, "is set by the run; set rollout.routed"),
+        ({"args": {"enable_return_routed_experts": True}}, "is set by the run; set rollout.adv"),
         ({"args": {"tp_size": 3}}, "tp_size = 3: 4 attention heads do not divide by 3"),
         ({"args": {"tp_size": 2}, "count": 2, "resources": {"gpus_per_node": 2}},
          "gpus_per_node = 2: the engines of a node take 4"),
@@ -154,27 +130,17 @@ def test_a_model_without_architectures_is_none_for_sglang(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "family", "wanted", "found"),
-    [
-        ("sglang", "qwen3_moe", None, True),
-        ("sglang", "qwen3_moe", False, False),
-        ("sglang", "qwen3", None, False),
-        ("embedded", "qwen3", None, False),
-    ],
+    ("family", "wanted", "found"),
+    [("qwen3_moe", None, True), ("qwen3_moe", False, False), ("qwen3", None, False)],
 )
 def test_routing_is_replayed_where_a_model_has_experts_and_nobody_says_no(
-    tmp_path, kind, family, wanted, found
+    tmp_path, family, wanted, found
 ):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     experts = experts if family == "qwen3_moe" else {}
     folder = model(tmp_path / "model", model_type=family, **experts)
     asked = {} if wanted is None else {"advanced": {"routed_experts": wanted}}
-    config = RunConfig.model_validate(
-        {
-            "name": "test", "model": {"path": str(folder)}, "prompts": {"train": "unused"},
-            "rollout": asked, "engines": {"rollout": {"kind": kind}}, "schedule": {"num_steps": 1},
-        }
-    )  # fmt: skip
+    config = job_of(rollout=asked, engines__rollout__kind="sglang")
     assert config.columns == frozenset()
     shape = read_architecture(folder)
     rollout = config.rollout.model_copy(update={"stop": ["end"]})
@@ -232,14 +198,6 @@ def test_what_a_run_root_cannot_do_is_refused_by_name(
             check_root(tmp_path)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_system_that_gives_a_name_twice_is_refused(tmp_path, monkeypatch):  # O3
-    real = os.open
-    fails(monkeypatch, os, "open", lambda path, flags, *rest, **at: real(
-        path, flags & ~os.O_EXCL, *rest, **at))  # fmt: skip
-    with pytest.raises(ConfigError, match="O_EXCL, which lets one of two have a name"):
-        check_root(tmp_path)
 
 
 ANY = resource.RLIM_INFINITY
@@ -313,62 +271,6 @@ def test_a_disk_that_is_full_while_a_run_is_made_leaves_nothing(tmp_path, of_job
     assert submit(of_job(), local=True, dry_run=True).run_dir.name == "run", "the name is free"
 
 
-def test_a_link_to_no_folder_is_said_to_be_one(tmp_path, of_job):
-    (tmp_path / "my runs").symlink_to(tmp_path / "gone")
-    with pytest.raises(ConfigError, match=r"my runs is a link to .*gone, which is not there; make"):
-        submit(of_job(), local=True)
-
-
-def test_check_asks_slurm_only_without_local(job, monkeypatch):
-    asked = []
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    found = property(lambda _: asked.append("sinfo") or cluster.Partitions())
-    monkeypatch.setattr(cluster.Cluster, "nodes", found)
-    monkeypatch.setattr(cluster, "check_limits", lambda *_: asked.append("scontrol"))
-    monkeypatch.setattr(
-        submit_module, "estimate_start", lambda *_: asked.append("sbatch") or "at 7"
-    )
-    for options, commands in ([], ["sinfo", "scontrol", "sbatch"]), (["--local"], []):
-        asked.clear()
-        answer = CliRunner().invoke(app, ["check", "job.toml", *options])
-        assert answer.exit_code == 0, answer.exception
-        assert json.loads(answer.stdout)["name"] == "run"
-        assert ("at 7\n" in answer.stderr) is (not options)
-        # Nodes are looked at again where another test's Slurm has limits to compare them with.
-        assert list(dict.fromkeys(asked)) == commands
-
-
-def test_a_local_run_is_recorded_watched_and_ended_whole(tmp_path, of_job):
-    submission = submit(of_job(), local=True)
-    try:
-        run_dir = submission.run_dir
-        paths = RunPaths(run_dir)
-        resolved = read_resolved(paths.config)
-        assert resolved.run_dir == run_dir and resolved.run_root.is_absolute()
-        launched = record.read(run_dir)
-        assert [(each.name, each.tasks) for each in launched.components] == [
-            ("rollout", 1), ("actor", 1)]  # fmt: skip
-        with pytest.raises(ConfigError, match=r"name = 'run'.*choose another name"):
-            submit(of_job(), local=True)
-
-        folders = [component.folder for component in launched.components]
-        until(lambda: all(len(processes(folder, launched.leader)) == 2 for folder in folders))
-        tasks = [each for folder in folders for each in processes(folder, launched.leader)]
-        assert all(each.find() for each in tasks)
-        status = collect(run_dir)
-        assert (status.state, status.mode, status.job_id) == ("RUNNING", "local", launched.leader)
-        assert json.loads(status.to_json())["components"][1]["name"] == "actor"
-        spoken = {"rollout-0", "actor-0"}
-        until(lambda: {line.source for line in logs.lines(run_dir)} >= spoken)
-    finally:
-        cancel(submission.run_dir)
-    assert not any(each.find() for each in tasks)
-    assert collect(run_dir).state == "CANCELLED"
-    cancel(run_dir)  # again: nothing to do, no complaint
-    assert any("ended with exit code" in line.text for line in logs.lines(run_dir, "job"))
-    assert {line.source for line in logs.lines(run_dir, "actor")} == {"actor-0"}
-
-
 def test_following_a_log_waits_for_the_second_half_of_a_line(tmp_path, of_job):
     submission = submit(of_job(), local=True)
     cancel(submission.run_dir)
@@ -385,11 +287,6 @@ def test_following_a_log_waits_for_the_second_half_of_a_line(tmp_path, of_job):
     lines = logs.follow(submission.run_dir, "actor", until=until_the_third_round)
     assert [line.text for line in lines if line.text in ("one", "tw", "two", "three")] == [
         "one", "two", "three"]  # fmt: skip
-
-
-def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path):
-    with pytest.raises(ConfigError, match="is not a run directory"):
-        collect(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -62,14 +62,6 @@ def test_a_requeue_that_was_on_its_way_as_the_run_was_cancelled_is_undone(run):
     assert run.asked("scancel") == ["scancel 7"]
 
 
-def test_while_the_controller_is_silent_the_run_may_be_cancelled(run, monkeypatch):
-    monkeypatch.setattr(requeue, "_RETRY_S", 0.01)
-    run.is_silent()
-    cancelled_by(run, "scontrol")
-    assert requeue.ask("7", run.run_dir, until=time.monotonic() + 20)
-    assert len(run.asked("scontrol")) == 1
-
-
 def test_the_time_that_is_left_is_asked_of_squeue_alone_and_counts_on_meanwhile(run):
     run.says("7+0|RUNNING|n1|7|None|N/A|1:00", "7+1|RUNNING|n2|8|None|N/A|2:00")
     does(run, "sacct", "sleep 9")

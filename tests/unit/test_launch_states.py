@@ -22,7 +22,6 @@ from relax_hpc.runs.changes import change
 from relax_hpc.runs.resume import resume
 from relax_hpc.runtime.files.records import write_json
 from relax_hpc.runtime.paths import RunPaths
-from relax_hpc.runtime.telemetry import history
 
 
 @pytest.fixture
@@ -45,14 +44,9 @@ def refused(run, words, **asked):
     return str(error.value)
 
 
-ALIVE = [
-    *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING"),
-    *("RESIZING", "STAGE_OUT", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"),
-    *("RESV_DEL_HOLD", "REVOKED"),
-]
-
-
-@pytest.mark.parametrize("word", ALIVE)
+@pytest.mark.parametrize(
+    "word", ["PENDING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "REQUEUE_HOLD"]
+)
 def test_in_every_state_in_which_slurm_may_run_a_job_no_second_one_is_started(slurm, word):
     slurm.leaves(143)  # of an attempt that Slurm requeued
     slurm.says(f"7+0|{word}", "7+1|COMPLETED")
@@ -64,9 +58,8 @@ def test_in_every_state_in_which_slurm_may_run_a_job_no_second_one_is_started(sl
 
 
 @pytest.mark.parametrize(
-    "word", ["FAILED", "TIMEOUT", "DEADLINE", "OUT_OF_MEMORY", "NODE_FAIL", "BOOT_FAIL",
-             "PREEMPTED", "CANCELLED by 0"],
-)  # fmt: skip
+    "word", ["FAILED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "PREEMPTED", "CANCELLED by 0"]
+)
 def test_from_every_state_in_which_a_job_has_ended_the_run_goes_on(slurm, word):
     slurm.says(f"7+0|{word}", "7+1|COMPLETED")
     assert status.job_state(slurm.run_dir) == word.split()[0]
@@ -81,15 +74,10 @@ def test_a_job_that_was_requeued_without_a_component_waits_for_somebody_to_cance
     found = status.collect(slurm.run_dir)
     assert found.state == "PENDING"
     assert states.why(found.queue).startswith("never starts, since a component was cancelled")
-    slurm.says("7+0|PENDING|", "7+1|PENDING|")
-    assert states.why(status.collect(slurm.run_dir).queue) == ""
-
-
-def test_a_job_that_is_held_after_a_prolog_failed_says_so(slurm):
     line = "{}|PENDING||7|launch failed requeued held|N/A|5:00"  # as Slurm 22.05 says it
     slurm.says(*map(line.format, ("7+0", "7+1")))
-    found = status.collect(slurm.run_dir)
-    assert states.why(found.queue).startswith("is held, since a node could not be prepared for it")
+    held = status.collect(slurm.run_dir).queue
+    assert states.why(held).startswith("is held, since a node could not be prepared for it")
 
 
 def test_a_word_that_is_not_known_counts_as_alive_until_somebody_says_otherwise(slurm):
@@ -100,9 +88,8 @@ def test_a_word_that_is_not_known_counts_as_alive_until_somebody_says_otherwise(
     assert resume(slurm.run_dir, ended=True).job_id == "9"
 
 
-@pytest.mark.parametrize("words", [fake_slurm.DEAD, fake_slurm.NO_CONF])
-def test_a_job_lives_as_long_as_slurm_does_not_answer_whatever_an_attempt_left(slurm, words):
-    slurm.is_silent(words)
+def test_a_job_lives_as_long_as_slurm_does_not_answer_whatever_an_attempt_left(slurm):
+    slurm.is_silent()
     for code in (None, 143, 1):
         if code is not None:
             slurm.leaves(code)
@@ -124,25 +111,6 @@ def test_how_a_job_ended_that_slurm_has_forgotten_is_what_its_script_left(slurm)
     assert status.job_state(slurm.run_dir) == "CANCELLED"
     slurm.leaves(1)
     assert status.job_state(slurm.run_dir) == "FAILED"
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [(["sleep", "9"], "sleep: no answer in 0 s"),
-     (["no-such-command"], "no-such-command: cannot be run: No such file")],
-)  # fmt: skip
-def test_a_command_that_hangs_or_is_not_there_has_given_no_answer(command, words):
-    answer = states.output_of(command, timeout_s=0.1)
-    assert states.is_silent(answer) and states.words_of(answer).startswith(words)
-
-
-def test_what_a_user_likes_to_see_of_the_queue_is_nothing_to_us(monkeypatch):
-    for name in ("SQUEUE_USERS", "SINFO_STATE", "SCANCEL_INTERACTIVE", "SLURM_TIME_FORMAT"):
-        monkeypatch.setenv(name, "MINE")
-    monkeypatch.setenv("SLURM_CONF", "kept")
-    for environment in (None, dict(os.environ)):
-        said = states.output_of(["env"], environment=environment).stdout
-        assert "MINE" not in said and "SLURM_CONF=kept" in said
 
 
 def test_what_a_site_has_sbatch_print_is_no_part_of_the_id(slurm):
@@ -201,7 +169,6 @@ def test_a_complete_run_goes_on_with_more_steps_and_after_that_like_any_other(sl
 
 @pytest.mark.parametrize(
     ("saved", "still", "said"), [
-        (8, 0, "over all of them: 0.636 at step 9, after 0.5 at step 8"),
         (4, 0, "over all of them: 0.818 at step 5, 0.714 over 8"),
         (None, 0, "over all of them: 1 at step 1, 1 over 8"),
         (8, 2, "over all of them: 0.667 at step 9, after 0.5 at step 8"),
@@ -228,11 +195,10 @@ def test_what_sbatch_refused_can_be_resumed_again(slurm):
     slurm.refuses("sbatch: error: Batch job submission failed: Invalid account\nsbatch: help\n")
     with pytest.raises(LaunchError, match="failed: Invalid account; help; change its resources"):
         resume(slurm.run_dir)
-    assert not RunPaths(slurm.run_dir).launch_claim(2).exists()
     slurm.refuses("sbatch: error: Unable to contact slurm controller (connect failure)\n")
-    with pytest.raises(LaunchError, match=r"failure\); submit where Slurm answers") as error:
+    with pytest.raises(LaunchError, match=r"failure\); submit where Slurm answers"):
         resume(slurm.run_dir)
-    assert "resources" not in str(error.value)
+    assert not RunPaths(slurm.run_dir).launch_claim(2).exists()
     (slurm.folder / "refusal").unlink()
     assert resume(slurm.run_dir).job_id == "9"
 
@@ -262,17 +228,6 @@ def test_whatever_fails_between_sbatchs_answer_and_the_record_cancels_the_job(
     assert slurm.asked("scancel") == ["scancel 9"]
     assert record.read(slurm.run_dir).leader == "7"
     assert resume(slurm.run_dir).job_id == "9", "nothing of the attempt is in the way"
-
-
-def test_a_job_that_cannot_be_recorded_nor_cancelled_is_named(slurm, monkeypatch):  # O1
-    slurm.leaves(1)
-    (slurm.folder / "scancel").write_text(
-        "#!/bin/sh\nprintf 'scancel: r\\351seau\\n' >&2; exit 1\n"
-    )
-    monkeypatch.setattr(record, "write", lambda *_: 1 / 0)
-    with pytest.raises(LaunchError, match=r"division by zero; job 9 was .*scancel: r.seau.*cel 9$"):
-        resume(slurm.run_dir)
-    assert RunPaths(slurm.run_dir).launch_claim(2).exists(), "nobody starts another beside it"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -335,16 +290,6 @@ def test_tasks_are_told_before_scancel_that_they_must_not_have_the_job_requeued(
     assert (slurm.folder / "told").exists()
     assert resume(slurm.run_dir).job_id == "9"
     assert not RunPaths(slurm.run_dir).cancellation("9").exists()
-
-
-def test_a_full_disk_does_not_keep_a_job_from_being_cancelled(slurm, monkeypatch):
-    def full(_path, _record):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("relax_hpc.runs.cancel.write_json", full)
-    slurm.says("7+0|RUNNING", "7+1|RUNNING")
-    cancel(slurm.run_dir)
-    assert slurm.asked("scancel") == ["scancel 7"]
 
 
 def test_a_job_that_is_requeued_as_it_is_cancelled_is_cancelled_again(slurm):
@@ -429,12 +374,3 @@ def test_a_job_that_begins_after_the_run_was_started_anew_ends_at_once(slurm, tm
         done = subprocess.run(["bash", "-c", head], env=slurms, capture_output=True, text=True)
         assert done.stdout.startswith(said) and done.returncode == code
     assert not left.exists(), "143 was the end of an earlier attempt"
-
-
-def test_the_longest_save_is_that_of_whoever_took_longest():
-    saves = [
-        {"event": "checkpoint", "role": "actor", "wait_s": 0.5, "background_s": 4.0},
-        {"event": "checkpoint", "role": "critic", "wait_s": 0.25, "background_s": 7.0},
-        {"event": "step", "step": 1},
-    ]
-    assert history.longest_save_s(saves) == 7.25 and history.longest_save_s(saves[2:]) is None
