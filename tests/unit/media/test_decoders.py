@@ -5,7 +5,7 @@ import multiprocessing
 import time
 
 import pytest
-from deadly import Deadly, Endless, Later, Once, Slow, turns_of
+from deadly import Deadly, Endless, Later, Once, Slow
 from media_files import photo, prepared, recipe_of, source
 
 from relax_hpc.data.media import workers
@@ -58,12 +58,6 @@ def test_headers_are_those_of_the_media_in_order_and_the_first_error_is_raised(r
 
 async def awaited(decoders, media, recipe):
     return await decoders.headers(media, recipe)
-
-
-def test_the_event_loop_turns_while_headers_are_read(recipe, decoders):
-    reading = awaited(decoders, [Slow(*source(photo()))], recipe)
-    turns, [medium] = asyncio.run(turns_of(reading))
-    assert turns > 20 and medium.facts.height == 60
 
 
 def test_a_header_that_ends_its_process_is_named_and_those_beside_it_are_read(recipe, decoders):
@@ -122,31 +116,6 @@ def test_a_medium_that_kills_its_decoder_is_named_and_others_are_decoded(recipe,
     assert isinstance(error, ConfigError)
     assert "x.jsonl, line 3: image 1: ends the process that decodes it" in str(error)
     assert digests == [canonical(good, recipe).digest] * 3
-
-
-def test_a_medium_that_is_never_done_is_named_and_others_are_decoded(
-    recipe, decoders, tmp_path, monkeypatch
-):
-    good = measure_medium(source(photo(64, 96)), recipe)
-    endless = good._replace(source=Endless(*good.source))
-
-    async def run():
-        async with (
-            MediaWorkers(recipe, decoders, tmp_path) as looks,
-            looks.prepare([good], []),
-            asyncio.timeout(200),
-        ):
-            with (
-                pytest.raises(ConfigError, match=r"line 3: image 1: ends .* or keeps it for more"),
-                monkeypatch.context() as patch,
-            ):
-                patch.setattr(workers, "LONGEST_S", 1)
-                async with looks.prepare([endless], []):
-                    pytest.fail("it is never done")
-            async with looks.prepare([good], []) as made:
-                return made.view.media[0].digest
-
-    assert asyncio.run(run()) == canonical(good, recipe).digest
 
 
 def test_what_a_process_that_was_ended_had_written_is_written_again(recipe, decoders, tmp_path):

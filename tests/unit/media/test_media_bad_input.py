@@ -42,7 +42,7 @@ REFERENCES = {
     "a folder": ("image", "a", "a: is a folder"),
     "a URL": ("image", "https://there/x.png", "a job downloads nothing: download it before"),
     "out of the folder": ("image", "../x.png", "is outside prompts.media.advanced.folder = "),
-    "a link out of the folder": ("image", "link.png", "elsewhere.png, outside prompts.media.fold"),
+    "a link out of the folder": ("image", "link.png", "elsewhere.png, outside prompts.media.adva"),
     "a folder behind a link": ("image", "away/elsewhere.png", "is a link to /"),
     "a frame behind a link": ("video", ["ok.png", "link.png"] * 3, "frame 2 (link.png): is a link"),
     "a tar behind a link": ("image", "link.tar:x.png:512:9", "elsewhere.tar, outside prompts.me"),

@@ -28,7 +28,7 @@ from relax_hpc.config.prompts import MediaConfig
 from relax_hpc.data.media.canonical import canonical, digest_of, measure_medium
 from relax_hpc.data.media.decode import decode_image
 from relax_hpc.data.media.expand import MediaSpan
-from relax_hpc.data.media.extent import Extent, fit
+from relax_hpc.data.media.extent import Extent
 from relax_hpc.data.media.patches import patches, table
 from relax_hpc.data.media.recipe import read_recipe
 from relax_hpc.data.media.spool import MediaView, Spooled
@@ -86,16 +86,6 @@ def test_patches_of_300_sizes_are_bitwise_those_of_transformers(tmp_path):
     assert len(shapes) == 300 and kinds == {0, 1, 2}
 
 
-def test_sizes_are_those_of_transformers_for_a_thousand_shapes(recipe):
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
-    random = np.random.default_rng(0)
-    for height, width in np.exp(random.uniform(0.7, 9, (1000, 2))).astype(int).tolist():
-        if max(height, width) <= 200 * min(height, width):
-            expected = smart_resize(height, width, 32, recipe.image.least, recipe.image.most)
-            assert fit(height, width, recipe.image) == expected, (height, width)
-
-
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_omni_moe"])
 def test_bounds_that_neither_job_nor_model_says_are_those_of_relax(tmp_path, model_type):
     """4 to 16,384 tokens of an image, 128 to 768 of a frame, 2 frames a second, 4 to 768 of them,
@@ -151,7 +141,6 @@ MODES = {
     "RGB with transparency": (encoded(COLOUR, transparency=(1, 2, 3)), COLOUR),
     "RGBA": (encoded(with_alpha(COLOUR.copy())), over_white(COLOUR)),
     "RGBA, WEBP": (encoded(with_alpha(COLOUR.copy()), "WEBP", lossless=True), over_white(COLOUR)),
-    "L, JPEG": (encoded(GREY, "JPEG", quality=100), GREY.convert("RGB")),
     "RGB, JPEG": (encoded(COLOUR, "JPEG", quality=100, subsampling=0), COLOUR),
     "CMYK, JPEG": (encoded(COLOUR.convert("CMYK"), "JPEG", quality=100), COLOUR),
 }
@@ -200,11 +189,8 @@ DARK = [0x0210, 0x0320, 0x0430]
 SINGLED_OUT = {
     "grey of 16 bits": (png(0, 16, [0, 1000, 1001, 0x8000], [1000]), greys(0, 255, 3, 128)),
     "black of 16 bits": (png(0, 16, [0, 1, 0x0100], [0]), greys(255, 0, 1)),
-    "white of 16 bits": (png(0, 16, [0xFFFF, 0xFE00], [0xFFFF]), greys(255, 254)),
-    "grey of 8 bits": (png(0, 8, [0, 3, 4, 128], [3]), greys(0, 255, 4, 128)),
     "grey of 4 bits": (png(0, 4, [0, 3, 4, 10], [3]), greys(0, 255, 68, 170)),
     "grey of 2 bits": (png(0, 2, [0, 1, 2, 1], [1]), greys(0, 255, 170, 255)),
-    "grey of 1 bit": (png(0, 1, [0, 1], [0]), greys(255, 255)),
     "colour of 16 bits": (
         png(2, 16, [*DARK, 0x1000, 0x2000, 0x3000, 0x0310, 0x0320, 0x0430], DARK),
         [[255] * 3, [16, 32, 48], [3, 3, 4]],

@@ -20,7 +20,7 @@ from relax_hpc.data.media import stored as stored_media
 from relax_hpc.data.media.canonical import canonical, measure_medium
 from relax_hpc.data.media.expand import MediaSpan, positions
 from relax_hpc.data.media.stored import DECODERS, decoders, make_stored_array, read_stored
-from relax_hpc.errors import BusError, ConfigError, DamagedError
+from relax_hpc.errors import BusError, DamagedError
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.schema import MediaKind, PromptGroup
 
@@ -125,18 +125,6 @@ def test_a_list_of_frames_is_stored_as_the_same_bytes_each_time(recipe):
     assert size < one.data.size <= 1.01 * size + 1200
 
 
-def test_a_group_of_eight_takes_its_source_and_its_tokens_and_hardly_more(tmp_path, recipe):
-    groups = [
-        group_of(guid, [made(source(photo(700, 1000, "JPEG", seed=guid, quality=90)), recipe)])
-        for guid in range(4)
-    ]
-    _, path = put(tmp_path, groups)
-    sources = sum(g.trajectories[0].media[0].data.size for g in groups)
-    tokens = sum(len(t.token_ids) * 9 for g in groups for t in g.trajectories)
-    assert sources > 500_000
-    assert path.stat().st_size <= 1.01 * sources + tokens + (32 << 10)  # the rows of HDF5
-
-
 def test_reading_one_medium_reads_its_bytes_and_not_those_beside_it(tmp_path, monkeypatch):
     data = [np.full(200_000, n, np.uint8) for n in range(10)]
     shown = [media.Medium(MediaKind.JPEG, each) for each in data]
@@ -233,19 +221,6 @@ def test_media_without_a_digest_are_decoded_all_the_same(tmp_path, recipe):
     with h5py.File(path, "r") as stock:
         assert "media/canonical_xxh3" not in stock
     assert read(paths).canonical(recipe).array.shape == (1, 64, 96, 3)
-
-
-def test_media_of_a_prompt_are_written_as_the_files_that_they_were(tmp_path, recipe):
-    shown = [made(SOURCES[name], recipe) for name in ("jpeg", "frames", "sound")]
-    paths, _ = put(tmp_path, [group_of(3, shown)])
-    files = export.write(paths, 3, tmp_path / "seen")
-    assert [file.path.name for file in files] == ["guid3_0.jpg", "guid3_1.zip", "guid3_2.wav"]
-    assert [file.path.read_bytes() for file in files] == [m.data.tobytes() for m in shown]
-    assert [(file.tokens, file.patches) for file in files][::2] == [(2, "1 x 4 x 6"), (2, "-")]
-    assert files[0].canonical_xxh3 == shown[0].canonical_xxh3.hex()
-    assert "guid3_1.zip  FRAMES" in export.text(files)
-    with pytest.raises(ConfigError, match=r"--out .*guid3_0\.jpg"):
-        export.write(paths, 3, tmp_path / "seen")
 
 
 def test_a_prompt_without_media_is_said(tmp_path):

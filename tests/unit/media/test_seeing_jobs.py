@@ -7,6 +7,7 @@ import pytest
 from media_files import model_folder
 from roles.role_fakes import config
 
+from relax_hpc.config.hf_config import ConfigJson
 from relax_hpc.errors import ConfigError
 from relax_hpc.roles.sft import document_check
 from relax_hpc.roles.training import check
@@ -15,8 +16,9 @@ SEES = SimpleNamespace(vision=object(), vocab_size=8, model_type="qwen3_vl", is_
     max_positions=64,
 )  # fmt: skip
 FACTS = SimpleNamespace(
-    shape=SEES, check_weights=lambda _: None, tokens=lambda _: {}, architecture=lambda _: SEES
-)
+    shape=SEES, check_weights=lambda _: None, tokens=lambda _: {}, architecture=lambda _: SEES,
+    config=ConfigJson,
+)  # fmt: skip
 
 
 @pytest.fixture

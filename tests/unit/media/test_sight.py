@@ -15,12 +15,10 @@ from relax_hpc.bus.plan import PlanRecord, ShardRange
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.shards import media
-from relax_hpc.config.prompts import MediaConfig
 from relax_hpc.data.media.canonical import canonical, measure_medium
 from relax_hpc.data.media.kinds import modality_of
-from relax_hpc.data.media.recipe import read_recipe, read_view
+from relax_hpc.data.media.recipe import read_view
 from relax_hpc.data.media.stored import StoredMedium, make_stored_array, read_stored
-from relax_hpc.errors import DamagedError
 from relax_hpc.roles.actor import loop as actor
 from relax_hpc.roles.dealing import sight as sights
 from relax_hpc.roles.dealing.portions import Portion
@@ -162,21 +160,6 @@ def test_the_first_is_made_use_of_while_the_others_are_decoded(bus, monkeypatch)
     early = [next(found) for _ in range(3)]
     may_end.set()
     assert same([*early, *found], shown(bus, rows))
-
-
-def test_other_bounds_than_those_of_the_run_are_named(tmp_path):
-    bus = Bus(tmp_path)
-    sight = StepMedia(Reader(bus.paths), read_recipe(tmp_path / "qwen3_vl", MediaConfig()))
-    rows = bus.noted(sight, bus.portion(1, 0, [0]))
-    with pytest.raises(DamagedError, match=r"1 x 4 x 6 patches, and .* by prompts.media and the"):
-        list(sight.pixels(everything(rows)))
-
-
-def test_a_medium_that_is_an_array_says_what_it_is(bus):
-    rows = bus.noted(StepMedia(Reader(bus.paths), bus.recipe), bus.portion(1, 0, [0, 1]))
-    assert [modality_of(each) for each in (*rows[0].media, *rows[2].media)] == [
-        "image", "image", "video",
-    ]  # fmt: skip
 
 
 def test_patches_and_positions_of_canonical_arrays_depend_on_no_bound(tmp_path):

@@ -15,7 +15,7 @@ from relax_hpc.environments.rewards.scorer import Scorer
 
 pytestmark = pytest.mark.long
 
-DEADLINE_S, SIBLINGS = 0.5, 8
+DEADLINE_S = 0.5
 CONFIG = RewardConfig(
     name=f"{hostile.__file__}:by_order",
     deadline_s=DEADLINE_S,
@@ -49,34 +49,24 @@ def told(pid):
     return {} if known["status"] == psutil.STATUS_ZOMBIE else known
 
 
-def mixed(one_in):
-    """10,000 responses in groups, one in so many of which is hostile."""
+def test_hostile_answers_among_ordinary_ones_cost_themselves(leftover):
+    """10,000 responses in groups of eight, one in 200 of which is hostile."""
     responses = ["x" * (n % 30 + 10) for n in range(10_000)]
-    for number, place in enumerate(range(one_in // 2, len(responses), one_in)):
+    for number, place in enumerate(range(100, len(responses), 200)):
         responses[place] = hostile.HOSTILE[number % len(hostile.HOSTILE)]
-    return [responses[i : i + SIBLINGS] for i in range(0, len(responses), SIBLINGS)]
+    groups = [responses[first : first + 8] for first in range(0, len(responses), 8)]
 
-
-def check_mixture(one_in):
-    groups = mixed(one_in)
-
-    async def score():
+    async def scored():
         async with Scorer(CONFIG) as scorer:
-            return await asyncio.gather(
-                *(scorer.score([Sample(each) for each in group]) for group in groups)
-            )
+            asked = ([Sample(each) for each in group] for group in groups)
+            return await asyncio.gather(*map(scorer.score, asked))
 
-    found = asyncio.run(score())
-    for group, scores in zip(groups, found, strict=True):
+    for group, scores in zip(groups, asyncio.run(scored()), strict=True):
         for response, score in zip(group, scores, strict=True):
             if response in hostile.HOSTILE:
                 assert score.value == 0 and score.error, response
             else:
                 assert score == Score(float(len(response))), (group, scores)
-
-
-def test_hostile_answers_among_ordinary_ones_cost_themselves(leftover):
-    check_mixture(one_in=200)
     wait_for_the_end_of(leftover)
 
 
@@ -87,12 +77,6 @@ def test_who_leaves_no_memory_does_not_make_a_sibling_fail():
 
     bad, good = asyncio.run(score())
     assert bad.error and good == Score(64 << 20)
-
-
-@pytest.mark.soak
-def test_many_hostile_answers_among_ordinary_ones_cost_themselves(leftover):
-    check_mixture(one_in=20)
-    wait_for_the_end_of(leftover)
 
 
 def test_every_hostile_answer_is_a_zero_with_an_error_soon_after_its_deadline(leftover):

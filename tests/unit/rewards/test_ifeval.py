@@ -79,6 +79,7 @@ CASES = [
     ("change_case:english_capital", {}, "THIS IS THE END, No. 1!", False),
     ("change_case:english_capital", {}, "DAS IST NICHT DER WEG UND ICH WEISS ES", False),
     ("change_case:english_lowercase", {}, "it is as it was, no. 1", True),
+    ("change_case:english_lowercase", {}, "it is as It was", False),
     ("change_case:capital_word_frequency", {"capital_frequency": 3, "capital_relation": "at least"},
      "I SAID X-RAY", True),
     ("change_case:capital_word_frequency", {"capital_frequency": 3,
