@@ -289,37 +289,6 @@ def test_the_entropys_gradient_is_that_of_float64(alone, float32_logits):
         assert max(errors) < (0.01 if float32_logits else 0.02)
 
 
-def test_the_entropys_gradient_costs_little_of_the_output_layer(alone):
-    """Prints its share at 32k tokens x 152k vocabulary; wanted is 5 % at most."""
-    tokens, vocabulary, hidden_size = 32768, 151936, 2560
-    torch.manual_seed(0)
-    hidden = torch.randn(tokens, hidden_size, device=DEVICE, dtype=torch.bfloat16)
-    hidden.requires_grad_()
-    weight = 0.02 * torch.randn(vocabulary, hidden_size, device=DEVICE, dtype=torch.bfloat16)
-    weight.requires_grad_()
-    weight.main_grad = torch.zeros(vocabulary, hidden_size, device=DEVICE)
-    targets = torch.randint(0, vocabulary, (tokens,), device=DEVICE)
-    upstream = torch.randn(tokens, device=DEVICE)
-    seconds = {False: [], True: []}
-    for number in range(12):  # in turn, so that both see the same clocks
-        with_entropy = bool(number % 2)
-        hidden.grad = weight.grad = None
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        values, entropy = logprobs.hidden_logprobs(
-            hidden, weight, targets, LogprobHead(1.0, alone, entropy_gradient=with_entropy)
-        )
-        (values @ upstream + entropy.sum() * 1e-3).backward()
-        end.record()
-        torch.cuda.synchronize()
-        if number >= 4:
-            seconds[with_entropy].append(begin.elapsed_time(end))
-    without, with_ = (sorted(times)[len(times) // 2] for times in seconds.values())
-    print(f"\noutput layer {without:.1f} ms, with the entropy's gradient {with_:.1f} ms: "
-          f"{with_ / without - 1:+.1%}")  # fmt: skip
-
-
 def test_the_weights_gradient_is_that_of_torch(alone):
     torch.manual_seed(0)
     hidden = torch.randn(3000, 256, device=DEVICE, dtype=torch.bfloat16)

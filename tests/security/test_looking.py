@@ -23,7 +23,7 @@ from relax_hpc.cli import main as cli
 from relax_hpc.cli.demo import models
 from relax_hpc.config.job_file import validate
 from relax_hpc.errors import ConfigError
-from relax_hpc.runtime.files import permissions, records, storage
+from relax_hpc.runtime.files import permissions, records
 from relax_hpc.runtime.files.user_files import write_named
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry import picture
@@ -259,26 +259,6 @@ def test_a_draft_is_made_anew_though_its_name_is_known(tmp_path, monkeypatch):
     (tmp_path / name).symlink_to(kept)
     records.write_text(tmp_path / "record", "mine")
     assert kept.read_text() == KEPT and (tmp_path / "record").read_text() == "mine"
-
-
-def test_a_record_whose_first_attempt_was_said_to_fail_is_written_by_the_next(
-    tmp_path, monkeypatch
-):
-    flushes, real = [], os.fsync
-
-    def fsync(descriptor):
-        flushes.append(descriptor)
-        if len(flushes) == 1:
-            raise OSError(5, "Input/output error")
-        real(descriptor)
-
-    storage.settle(60.0)
-    monkeypatch.setattr(os, "fsync", fsync)
-    try:
-        records.write_text(tmp_path / "record", "mine")
-    finally:
-        storage.settle(0.0)
-    assert [path.name for path in tmp_path.iterdir()] == ["record"] and len(flushes) == 2
 
 
 def test_a_file_stays_in_the_folder_that_was_found_when_others_swap_that(tmp_path):

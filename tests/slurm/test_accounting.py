@@ -46,7 +46,6 @@ prompts.train = "prompts.jsonl"
 schedule = { num_steps = 5, prompts_per_step = 4 }
 """
 REFUSED = {
-    "account=nope": "account = 'nope': sbatch: Invalid account .*; yours are alone, default",
     "account=gold": "account = 'gold': sbatch: Invalid account .*; yours are alone, default",
     "account=spent": "account = 'spent': sbatch: AssocMaxSubmitJobLimit; ",
     "qos=nope": "qos = 'nope': sbatch: Invalid qos specification; yours are double, fast, normal",
@@ -56,9 +55,7 @@ REFUSED = {
     "qos=fast time=60": "qos = 'fast', .*time = '60': sbatch: QOSMaxWallDurationPerJobLimit",
     "partition=mian": "partition = 'mian': no such partition; did you mean main?",
     "partition=drained": "partition = 'drained': sbatch: Required partition not available",
-    "partition=closed": "partition = 'closed': sbatch: Required partition not available",
     "partition=short time=2:00:00": "time = '2:00:00': partition short lets jobs run for 01:00:00;",
-    "partition=short time=UNLIMITED": "time = 'UNLIMITED': partition short lets jobs run for 01:00",
     "partition=narrow max_nodes=2": "max_nodes = 2: partition narrow gives a component 1 nodes at",
     "partition=broad": "nodes = 1: partition broad takes 3 nodes or more",
     "partition=paying account=default": "account = 'default': partition paying takes gold only",

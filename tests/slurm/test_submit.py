@@ -50,37 +50,6 @@ def job(tmp_path):
     return make
 
 
-@pytest.mark.parametrize(
-    ("rollout", "message"),
-    [
-        (
-            {"partition": "mian"},
-            "engines.rollout.resources.partition = 'mian': no such partition; did you",
-        ),
-        (
-            {"gpus_per_node": 8},
-            "engines.rollout.resources.gpus_per_node = 8: 0 nodes of partition main",
-        ),
-        ({"nodes": 2, "partition": "left"}, ""),
-    ],
-)
-def test_partitions_and_gpus_are_checked_with_the_cluster(job, tmp_path, rollout, message):
-    asked = job(rollout=rollout)
-    if not message:
-        assert "#SBATCH --partition=left" in submit(asked, dry_run=True).script
-        return
-    with pytest.raises(ConfigError) as error:
-        submit(asked)
-    assert message in str(error.value)
-    assert not (tmp_path / "runs").exists()
-
-
-def test_what_only_sbatch_knows_is_reported_in_its_words_and_frees_the_name(job, tmp_path):
-    with pytest.raises(LaunchError, match="sbatch refused"):
-        submit(job(rollout={"sbatch": ["--no-such-option"]}))
-    assert not (tmp_path / "runs" / "run").exists()
-
-
 def test_a_run_is_seen_component_by_component_and_cancelled_as_a_whole(job, monkeypatch):
     submission = submit(job(rollout={"nodes": 2, "sbatch": ["--comment=my exp # 2"]}))
     assert submission.mode == "slurm"
