@@ -1,7 +1,7 @@
 """The tiny policy that every end-to-end run starts from."""
 
 import pytest
-from e2e_runs import REPOSITORY, wait_for
+from e2e_runs import REPOSITORY, STARTED, cli, wait_for
 
 from relax_hpc.cli.demo.make_tiny import make
 
@@ -22,3 +22,10 @@ def tiny(worker_id, tmp_path_factory):
     make(folder, progress=print)
     (shared / "tiny" / "made").touch()
     return folder
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown():
+    """Cancels what the test has submitted, while what it ran on is there."""
+    while STARTED:
+        cli("cancel", STARTED.pop())

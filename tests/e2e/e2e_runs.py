@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -28,6 +29,10 @@ async def score(response, answer):
     return float(answer in response)
 """
 CLI = Path(sys.executable).with_name("relax-hpc")
+STARTED = []
+"""Run directories of what was submitted, which conftest cancels at the end of the test."""
+NODE = ("pid", "engine_pid")
+"""Whom the loss of a node ends."""
 PATIENCE = 2
 """So many times as long is waited as a machine needs that does nothing else."""
 
@@ -63,7 +68,20 @@ def submit(job, model_folder, *, local, run=cli, **settings):
     } | settings
     overrides = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
     said = run("submit", REPOSITORY / "jobs" / f"{job}.toml", *["--local"] * local, *overrides)
-    return Submitted(Path(re.search(r"^run directory: (.*)$", said, re.MULTILINE)[1]), said)
+    STARTED.append(Path(re.search(r"^run directory: (.*)$", said, re.MULTILINE)[1]))
+    return Submitted(STARTED[-1], said)
+
+
+def sized(run_root, steps, prompts, siblings, heldout):
+    """Settings of a small run that scores so many held-out prompts before it and after it."""
+    return {
+        "run_root": run_root,
+        "schedule.num_steps": steps,
+        "schedule.prompts_per_step": prompts,
+        "rollout.samples_per_prompt": siblings,
+        "eval.heldout.every": 0,
+        "eval.heldout.num_prompts": heldout,
+    }
 
 
 def unhurried(folder, seconds=0.3):
@@ -134,6 +152,10 @@ def is_over(now):
     return has_ended(now["state"])
 
 
+def wait_until_over(run_dir, timeout_s):
+    return wait_until(run_dir, is_over, timeout_s)
+
+
 class has_done(NamedTuple):  # noqa: N801 - reads as the predicate that it is
     """Whether that many steps are done; the actor's events tell it sooner than a status."""
 
@@ -154,6 +176,17 @@ def events_of(run_dir, role=None, event=None):
     ]
 
 
+def newest(run_dir, role, event):
+    return events_of(run_dir, role, event)[-1]
+
+
+def kill(run_dir, role, event="start", whom=("pid",)):
+    """Kills a task, its engine or both, as their newest event names them."""
+    named = newest(run_dir, role, event)
+    for key in whom:
+        os.kill(named[key], signal.SIGKILL)
+
+
 def planned(run_dir):
     """(step, guids) of the valid plan."""
     return [(step.step, step.guids) for step in read_chain(RunPaths(run_dir).bus).steps]
@@ -168,9 +201,10 @@ def next_that_teach(run_dir, num_steps, prompts_per_step):
     ]
 
 
-def every_prompt_once(num_steps, prompts_per_step):
-    """The plan of a run in which nothing was lost, doubled or moved to another step."""
-    return [
-        (step, list(range((step - 1) * prompts_per_step, step * prompts_per_step)))
-        for step in range(1, num_steps + 1)
-    ]
+def assert_every_prompt_once(run_dir, num_steps, prompts_per_step):
+    """Nothing was lost, doubled or moved to another step."""
+    found, guids = planned(run_dir), itertools.count()
+    steps = range(1, num_steps + 1)
+    assert found == [(step, list(itertools.islice(guids, prompts_per_step))) for step in steps], (
+        found
+    )

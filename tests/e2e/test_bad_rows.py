@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from e2e_runs import cli, every_prompt_once, is_over, planned, submit, wait_until
+from e2e_runs import assert_every_prompt_once, sized, submit, wait_until_over
 
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.tools import inventory
@@ -27,24 +27,17 @@ def test_a_run_trains_on_every_good_row_of_its_sources_and_on_no_bad_one(tiny, t
         (tmp_path / f"{name}.jsonl").write_bytes(b"\n".join(own) + b"\n")
     run_dir = submit(
         "demo", tiny, local=True,
-        **{
-            "run_root": tmp_path, "prompts.train": "[]", "prompts.bad_rows": "skip",
-            "prompts.sources.sums.path": tmp_path / "sums.jsonl",
-            "prompts.sources.sums.weight": 3,
+        **sized(tmp_path, STEPS, PROMPTS, 2, 8) | {
+            "prompts.train": "[]", "prompts.bad_rows": "skip",
+            "prompts.sources.sums.path": tmp_path / "sums.jsonl", "prompts.sources.sums.weight": 3,
             "prompts.sources.others.path": tmp_path / "others.jsonl",
-            "prompts.sources.others.weight": 2,
-            "engines.rollout.count": 2, "engines.rollout.resources.nodes": 2,
-            "schedule.num_steps": STEPS, "schedule.prompts_per_step": PROMPTS,
-            "rollout.samples_per_prompt": 2, "bus.keep_steps": STEPS,
-            "eval.heldout.num_prompts": 8, "eval.heldout.every": 0,
+            "prompts.sources.others.weight": 2, "engines.rollout.count": 2,
+            "engines.rollout.resources.nodes": 2, "bus.keep_steps": STEPS,
         },
     ).run_dir  # fmt: skip
-    try:
-        after = wait_until(run_dir, is_over, 200)
-    finally:
-        cli("cancel", run_dir)
+    after = wait_until_over(run_dir, 200)
     assert after["state"] == "COMPLETED"
-    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    assert_every_prompt_once(run_dir, STEPS, PROMPTS)
     paths = RunPaths(run_dir)
     listed = [json.loads(line)["row"] for line in paths.left_out.read_text().splitlines()]
     assert listed == [2, 9, ROWS + 0, ROWS + 5]

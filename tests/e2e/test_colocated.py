@@ -10,13 +10,13 @@ from e2e_runs import (
     events_of,
     has_done,
     hurry,
-    is_over,
+    newest,
     submit,
     unhurried,
     wait_for,
     wait_until,
+    wait_until_over,
 )
-from test_faults import newest
 
 from relax_hpc.inference.members import Roster
 from relax_hpc.launch import placement
@@ -81,7 +81,7 @@ def test_one_of_several_engines_that_a_task_keeps_on_the_actors_gpus_is_killed_a
     kill(started["rollout-0.1"], "engine_pid")
     wait_for(lambda: len(events_of(run_dir, "rollout", "engine")) > 2, 100)
     hurry(tmp_path)
-    after = wait_until(run_dir, is_over, 150)
+    after = wait_until_over(run_dir, 150)
     assert_complete(run_dir, after, steps)
     assert_the_lease_went_to_and_fro(run_dir, steps)
     assert [event["id"] for event in events_of(run_dir, "rollout", "engine")[2:]] == ["rollout-0.1"]
@@ -105,7 +105,7 @@ def test_slurm_runs_both_as_steps_of_one_component_in_turn(
     }
     run_dir = submit_colocated(tiny, tmp_path, local=False, **settings)
     during = wait_until(run_dir, has_done(1), 200)
-    after = wait_until(run_dir, is_over, 100)
+    after = wait_until_over(run_dir, 100)
     job_id = during["job_id"]
     assert [(each["name"], each["job_id"]) for each in during["components"]] == [
         ("actor", job_id),
@@ -137,7 +137,7 @@ def test_an_engine_killed_in_its_sleep_and_an_actor_killed_while_engines_sleep_c
     wait_until_asleep(run_dir)
     for actor in [event for event in events_of(run_dir, "actor", "start") if not event["rank"]]:
         kill(actor, "pid")
-    after = wait_until(run_dir, is_over, 150)
+    after = wait_until_over(run_dir, 150)
     assert_complete(run_dir, after, steps)
     assert len(events_of(run_dir, "rollout", "engine")) == 2  # the actor's end did it nothing
     assert max(event["start"] for event in events_of(run_dir, "actor", "start")) == 2

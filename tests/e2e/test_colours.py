@@ -4,20 +4,20 @@ RELAX_SGLANG_PYTHON names the interpreter of the engine.
 `pytest -m sglang tests/e2e` runs these; they take half an hour.
 """
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 from e2e_runs import (
+    NODE,
     REPOSITORY,
+    assert_every_prompt_once,
     events_of,
-    every_prompt_once,
     has_done,
-    is_over,
-    planned,
+    kill,
+    newest,
     submit,
     wait_until,
+    wait_until_over,
 )
 from sglang_under_test import SGLANG_PYTHON
 
@@ -50,7 +50,7 @@ def assert_whole(run_dir, after, steps):
     """Every prompt once, engine and trainer of one mind after every update, an empty spool."""
     assert after["state"] == "COMPLETED"
     progress = after["progress"]
-    assert planned(run_dir) == every_prompt_once(steps, PROMPTS)
+    assert_every_prompt_once(run_dir, steps, PROMPTS)
     counts = progress["trajectories"]
     assert (counts["trained"], counts["trained_twice"]) == (steps * PROMPTS * SIBLINGS, 0)
     assert progress["weight_versions"] == dict.fromkeys(["trainer", "rollout-0"], steps)
@@ -62,10 +62,6 @@ def assert_whole(run_dir, after, steps):
     assert not any(f".{pid}." in each.name for pid in mine for each in spools)
 
 
-def newest(run_dir, role, event):
-    return events_of(run_dir, role, event)[-1]
-
-
 @pytest.mark.timeout(1500)
 @pytest.mark.usefixtures("slurm_cluster")
 def test_it_learns_through_slurm_though_rollout_and_actor_are_killed(colours, tmp_path):
@@ -75,13 +71,11 @@ def test_it_learns_through_slurm_though_rollout_and_actor_are_killed(colours, tm
         actor__save_every=4, eval__heldout__every=0, eval__heldout__num_prompts=64,
     )  # fmt: skip
     wait_until(run_dir, has_done(2), 600)
-    engine = newest(run_dir, "rollout", "engine")
-    for name in ("pid", "engine_pid"):  # as the loss of their node would
-        os.kill(engine[name], signal.SIGKILL)
+    kill(run_dir, "rollout", "engine", NODE)
     done = newest(run_dir, "actor", "step")["step"]
     wait_until(run_dir, has_done(done + 3), 600)
-    os.kill(newest(run_dir, "actor", "start")["pid"], signal.SIGKILL)
-    after = wait_until(run_dir, is_over, 600)
+    kill(run_dir, "actor")
+    after = wait_until_over(run_dir, 600)
     assert len(events_of(run_dir, "rollout", "start")) == 2
     assert newest(run_dir, "actor", "resume")["step"] >= 4
     assert_whole(run_dir, after, steps)
@@ -90,15 +84,11 @@ def test_it_learns_through_slurm_though_rollout_and_actor_are_killed(colours, tm
     assert progress["heldout_after"] >= progress["heldout_before"] + 0.1, progress
 
 
-def finished(run_dir):
-    return wait_until(run_dir, is_over, 1500)
-
-
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_whole_job_reaches_nine_tenths(colours, tmp_path):
     run_dir = start(colours, tmp_path, local=True, steps=140)
-    after = finished(run_dir)
+    after = wait_until_over(run_dir, 1500)
     assert_whole(run_dir, after, 140)
     progress = after["progress"]
     assert progress["heldout_before"] <= 0.4 and progress["heldout_after"] >= 0.9, progress

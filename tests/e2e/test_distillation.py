@@ -5,7 +5,7 @@ import random
 from statistics import mean
 
 import pytest
-from e2e_runs import cli, events_of, every_prompt_once, is_over, planned, sized, submit, wait_until
+from e2e_runs import assert_every_prompt_once, cli, events_of, sized, submit, wait_until_over
 from transformers import AutoModelForCausalLM
 
 from relax_hpc.cli.demo import models
@@ -79,10 +79,10 @@ def test_a_student_with_random_weights_reaches_its_teacher(tmp_path):
         "actor.save_every": STEPS, "bus.keep_steps": STEPS,
     }  # fmt: skip
     run_dir = submit("tiny/arithmetic_distill", tmp_path, local=True, **settings).run_dir
-    after = wait_until(run_dir, is_over, 3600)
+    after = wait_until_over(run_dir, 3600)
     assert after["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
     assert {each["name"] for each in after["components"]} == {"rollout", "actor", "teacher-sums"}
-    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    assert_every_prompt_once(run_dir, STEPS, PROMPTS)
     steps = events_of(run_dir, "actor", "step")
     first, last = (mean(step["distill/kl"] for step in part) for part in (steps[:5], steps[-5:]))
     assert last <= 0.6 * first

@@ -1,9 +1,7 @@
 """The files of docs/how-to/extending.md run as they stand there."""
 
 import json
-import os
 import re
-import signal
 import tomllib
 from contextlib import closing
 from pathlib import Path
@@ -14,14 +12,15 @@ import pytest
 import torch
 from e2e_runs import (
     REPOSITORY,
+    assert_every_prompt_once,
     cli,
     events_of,
-    every_prompt_once,
     has_done,
-    is_over,
+    kill,
     planned,
     sized,
     wait_until,
+    wait_until_over,
 )
 
 from relax_hpc import submit
@@ -117,15 +116,15 @@ def test_an_agent_is_a_program_and_what_it_was_told_is_trained_on_once_though_ro
     )
     try:
         wait_until(run_dir, has_done(1), 100)
-        os.kill(events_of(run_dir, "rollout", "engine")[-1]["pid"], signal.SIGKILL)
-        after = wait_until(run_dir, is_over, 200)
+        kill(run_dir, "rollout", "engine")
+        after = wait_until_over(run_dir, 200)
     finally:
         cli("cancel", run_dir)
     assert after["state"] == "COMPLETED" and len(events_of(run_dir, "rollout", "start")) == 2
     count = after["progress"]["trajectories"]
     assert count["committed"] == count["trained"] == steps * PROMPTS * SIBLINGS
     assert count["trained_twice"] == 0 and set(count["dropped"].values()) == {0}
-    assert planned(run_dir) == every_prompt_once(steps, PROMPTS)
+    assert_every_prompt_once(run_dir, steps, PROMPTS)
     assert all(1 <= shard["rollout/turns"] <= 2 for shard in events_of(run_dir, event="shard"))
     rows = rows_of(run_dir)
     assert {row.reward for row in rows} <= {0, 0.5, 1} and not any(r.reward_error for r in rows)

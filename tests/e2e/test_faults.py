@@ -8,20 +8,22 @@ import time
 import psutil
 import pytest
 from e2e_runs import (
+    NODE,
+    assert_every_prompt_once,
     cli,
     console,
     events_of,
-    every_prompt_once,
     has_done,
     hurry,
-    is_over,
-    planned,
+    kill,
+    newest,
     sized,
     status,
     submit,
     unhurried,
     wait_for,
     wait_until,
+    wait_until_over,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -50,17 +52,6 @@ def submit_small(tiny, run_root, *, local, **settings):
     return submit("demo", tiny, local=local, **small | settings).run_dir
 
 
-def newest(run_dir, role, event):
-    return events_of(run_dir, role, event)[-1]
-
-
-def kill_rollout(run_dir):
-    """Kills the task and its engine together, as the loss of their node would."""
-    engine = newest(run_dir, "rollout", "engine")
-    os.kill(engine["pid"], signal.SIGKILL)
-    os.kill(engine["engine_pid"], signal.SIGKILL)
-
-
 def shards_since(run_dir, start):
     """Shards that a later start of rollout has committed."""
     begun = [event["time"] for event in events_of(run_dir, "rollout", "start")][start - 1]
@@ -75,7 +66,7 @@ def assert_complete(run_dir, after, engines=("rollout-0",)):
     assert progress["trajectories"]["trained"] == total
     assert progress["trajectories"]["trained_twice"] == 0
     assert set(progress["trajectories"]["dropped"].values()) == {0}
-    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    assert_every_prompt_once(run_dir, STEPS, PROMPTS)
     assert progress["weight_versions"] == dict.fromkeys(["trainer", *engines], STEPS)
     assert progress["checksums_equal"] is True
 
@@ -85,13 +76,13 @@ def test_a_killed_engine_rollout_and_actor_go_on_where_they_were(tiny, tmp_path)
     run_dir = submit_small(tiny, tmp_path, local=True, **slow)
     wait_until(run_dir, has_done(2), 100)
     actor = newest(run_dir, "actor", "start")["pid"]
-    os.kill(newest(run_dir, "rollout", "engine")["engine_pid"], signal.SIGKILL)
+    kill(run_dir, "rollout", "engine", ["engine_pid"])
     done = status(run_dir)["progress"]["steps_done"]
     wait_until(run_dir, has_done(done + 3), 100)  # more than was ready: the new engine sampled
     assert len(events_of(run_dir, "rollout", "engine")) == 2
     assert len(events_of(run_dir, "rollout", "start")) == 1
     assert "SIGKILL" in newest(run_dir, "rollout", "engine_end")["reason"]
-    kill_rollout(run_dir)
+    kill(run_dir, "rollout", "engine", NODE)
     done = status(run_dir)["progress"]["steps_done"]
     # Two steps more than what was ready: the restarted engine sampled for them.
     wait_until(run_dir, has_done(done + 3), 100)
@@ -105,7 +96,7 @@ def test_a_killed_engine_rollout_and_actor_go_on_where_they_were(tiny, tmp_path)
     resumed = newest(run_dir, "actor", "resume")["step"]
     assert resumed % 4 == 0 and 0 < resumed <= newest(run_dir, "actor", "step")["step"]
     hurry(tmp_path)
-    after = wait_until(run_dir, is_over, 150)
+    after = wait_until_over(run_dir, 150)
     assert newest(run_dir, "rollout", "start")["pid"] == rollout
     assert_complete(run_dir, after)
 
@@ -130,7 +121,7 @@ def test_the_last_evaluation_is_made_once_though_the_run_ends_and_rollout_dies_d
     wait_until(run_dir, has_done(1), 100)
     (tmp_path / "slowly").touch()
     wait_for(lambda: part() >= 2, 60)
-    kill_rollout(run_dir)
+    kill(run_dir, "rollout", "engine", NODE)
     starts = len(events_of(run_dir, "rollout", "start"))
     wait_for(lambda: len(events_of(run_dir, "rollout", "start")) > starts, 60)
     before = part()
@@ -139,7 +130,7 @@ def test_the_last_evaluation_is_made_once_though_the_run_ends_and_rollout_dies_d
     assert not events_of(run_dir, "rollout", "eval")[1:]
     (tmp_path / "slowly").unlink()
     cli("resume", run_dir, "--local")
-    after = wait_until(run_dir, is_over, 150)
+    after = wait_until_over(run_dir, 150)
     assert after["state"] == "COMPLETED"
     assert after["progress"]["heldout_after"] is not None
     [last] = [e for e in events_of(run_dir, "rollout", "eval") if e["when"] == "after"]
@@ -176,10 +167,10 @@ def test_a_killed_rollout_step_and_a_judge_go_on_under_slurm_while_the_trainer_s
     assert (judged["id"], judged["state"], judged["version"]) == ("judge-0", "HEALTHY", "fixed")
     assert judged["node"] in [c["nodes"] for c in before["components"] if c["name"] == "judge"]
     actor = newest(run_dir, "actor", "start")["pid"]
-    os.kill(newest(run_dir, "judge", "engine")["engine_pid"], signal.SIGKILL)
-    kill_rollout(run_dir)
+    kill(run_dir, "judge", "engine", ["engine_pid"])
+    kill(run_dir, "rollout", "engine", NODE)
     wait_until(run_dir, judge_is_back(run_dir), 60)
-    after = wait_until(run_dir, is_over, 200)
+    after = wait_until_over(run_dir, 200)
     assert len(events_of(run_dir, "judge", "engine")) == 2
     assert len(events_of(run_dir, "judge", "start")) == 1
     assert len(events_of(run_dir, "rollout", "start")) == 2 and shards_since(run_dir, 2)
@@ -206,7 +197,7 @@ def test_a_killed_rollout_task_starts_again_alone_while_the_other_on_its_node_go
     assert verdict.read(run_dir).words.startswith("rollout-1: start 1 killed by SIGKILL on n")
     assert psutil.pid_exists(starts(0)[0]["pid"])
     hurry(tmp_path)
-    after = wait_until(run_dir, is_over, 300)
+    after = wait_until_over(run_dir, 300)
     assert [e["start"] for e in starts(0)] == [1] and [e["start"] for e in starts(1)] == [1, 2]
     assert len({e["node"] for rank in range(2) for e in starts(rank)}) == 1
     assert after["progress"]["restarts"] == {"rollout": 1}

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from e2e_runs import REPOSITORY, cli, events_of, is_over, wait_until
+from e2e_runs import REPOSITORY, cli, events_of, wait_until_over
 
 pytestmark = pytest.mark.long
 
@@ -27,7 +27,7 @@ def test_who_follows_the_page_gets_a_rising_curve(tiny, tmp_path, monkeypatch):
     assert "prompts" in said
     cli("submit", "rounding.toml", "--local", f"--set=schedule.num_steps={STEPS}")
     run_dir = tmp_path / "runs" / "rounding"
-    now = wait_until(run_dir, is_over, 300)
+    now = wait_until_over(run_dir, 300)
     progress = now["progress"]
     assert (now["state"], progress["steps_done"]) == ("COMPLETED", STEPS)
     curve = [event["reward/mean"] for event in events_of(run_dir, "actor", "step")]

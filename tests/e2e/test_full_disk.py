@@ -5,18 +5,17 @@ import time
 
 import pytest
 from e2e_runs import (
+    assert_every_prompt_once,
     cli,
     events_of,
-    every_prompt_once,
     has_done,
     hurry,
-    is_over,
-    planned,
     sized,
     status,
     submit,
     unhurried,
     wait_until,
+    wait_until_over,
 )
 from file_systems import full, small_tmpfs
 
@@ -46,12 +45,12 @@ def test_a_run_holds_while_its_disk_is_full_and_completes_with_nobody_started_ag
                 assert status(run_dir)["progress"]["steps_done"] == stood < STEPS
             freed = time.time()
             hurry(tmp_path)
-            after = wait_until(run_dir, is_over, 150)
+            after = wait_until_over(run_dir, 150)
             assert after["state"] == "COMPLETED"
             starts = [(each["role"], each["start"]) for each in events_of(run_dir, event="start")]
             assert sorted(starts) == [("actor", 1), ("rollout", 1)]
             assert not events_of(run_dir, event="engine_end")
-            assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+            assert_every_prompt_once(run_dir, STEPS, PROMPTS)
             trajectories = after["progress"]["trajectories"]
             assert trajectories["trained"] == STEPS * PROMPTS * SIBLINGS
             assert trajectories["trained_twice"] == 0

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from e2e_runs import cli, events_of, has_done, hurry, is_over, status, wait_for, wait_until
+from e2e_runs import events_of, has_done, hurry, status, wait_for, wait_until, wait_until_over
 from odd_places import PLACES, without_links
 from test_stop import announce, is_requeued, submit_slow
 
@@ -31,25 +31,22 @@ def test_a_run_is_requeued_resumed_and_completes(tiny, tmp_path, monkeypatch, pl
     monkeypatch.delenv("PYTHONUTF8", raising=False)
     more = {"engines.rollout.resources.max_nodes": 2} if place is without_links else {}
     run_dir = submit_slow(tiny, tmp_path, run=command, **more | {"schedule.num_steps": STEPS})
-    try:
-        wait_until(run_dir, has_done(2), 250)
-        announce(run_dir)
-        wait_for(is_requeued(run_dir, 1), 150)
-        said = verdict.read(run_dir)
-        assert "saved: requeued, for the time number 1" in said.words
-        wait_until(run_dir, has_done(4), 250)
-        if more:
-            command("scale", "out", run_dir, "--engines", "2")
-            wait_for(lambda: any(row["id"] == "extra-1" for row in status(run_dir)["engines"]), 90)
-        assert "RUNNING" in command("status", run_dir)
-        command("cancel", run_dir)
-        wait_until(run_dir, is_over, 90)
-        command("resume", run_dir)
-        assert record.read(run_dir).number == 2
-        hurry(tmp_path)
-        wait_until(run_dir, is_over, 300)
-        assert status(run_dir)["state"] == "COMPLETED"
-        steps = {event["step"] for event in events_of(run_dir, "actor", "step")}
-        assert steps == {*range(1, STEPS + 1)}
-    finally:
-        cli("cancel", run_dir)
+    wait_until(run_dir, has_done(2), 250)
+    announce(run_dir)
+    wait_for(is_requeued(run_dir, 1), 150)
+    said = verdict.read(run_dir)
+    assert "saved: requeued, for the time number 1" in said.words
+    wait_until(run_dir, has_done(4), 250)
+    if more:
+        command("scale", "out", run_dir, "--engines", "2")
+        wait_for(lambda: any(row["id"] == "extra-1" for row in status(run_dir)["engines"]), 90)
+    assert "RUNNING" in command("status", run_dir)
+    command("cancel", run_dir)
+    wait_until_over(run_dir, 90)
+    command("resume", run_dir)
+    assert record.read(run_dir).number == 2
+    hurry(tmp_path)
+    wait_until_over(run_dir, 300)
+    assert status(run_dir)["state"] == "COMPLETED"
+    steps = {event["step"] for event in events_of(run_dir, "actor", "step")}
+    assert steps == {*range(1, STEPS + 1)}

@@ -5,19 +5,19 @@ from contextlib import suppress
 import psutil
 import pytest
 from e2e_runs import (
+    assert_every_prompt_once,
     cli,
     events_of,
-    every_prompt_once,
     has_done,
     hurry,
     is_over,
-    planned,
     sized,
     status,
     submit,
     unhurried,
     wait_for,
     wait_until,
+    wait_until_over,
 )
 
 from relax_hpc.launch import record
@@ -69,9 +69,9 @@ def test_two_tasks_then_one_then_three_train_on_every_prompt_once_and_keep_what_
     kept.append(break_off(run_dir, 1))
     hurry(tmp_path)
     go_on(run_dir, 3)
-    now = wait_until(run_dir, is_over, 120)
+    now = wait_until_over(run_dir, 120)
     assert now["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
-    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    assert_every_prompt_once(run_dir, STEPS, PROMPTS)
     assert [e["step"] for e in events_of(run_dir, "actor", "step")] == [*range(1, STEPS + 1)]
     counts = now["progress"]["trajectories"]
     assert counts["committed"] == counts["trained"] == STEPS * PROMPTS * SIBLINGS

@@ -3,11 +3,9 @@ by a reward of one's own, and by whoever knows where the run is."""
 
 import asyncio
 import json
-import os
-import signal
 
 import pytest
-from e2e_runs import events_of, has_done, is_over, status, submit, wait_until
+from e2e_runs import events_of, has_done, kill, status, submit, wait_until, wait_until_over
 
 from relax_hpc.inference import members
 from relax_hpc.inference.members import Roster
@@ -42,10 +40,6 @@ def scores(run_dir, when):
     return [json.loads(line)["score"] for path in files for line in path.read_text().splitlines()]
 
 
-def newest(run_dir, component, event):
-    return events_of(run_dir, component, event)[-1]
-
-
 def test_a_fixed_pool_answers_as_ever_while_the_policys_is_updated_and_after_its_engine_was_killed(
     tiny, tmp_path
 ):
@@ -68,13 +62,13 @@ def test_a_fixed_pool_answers_as_ever_while_the_policys_is_updated_and_after_its
     assert again.token_ids == first.token_ids and len(first.token_ids) == ROOM
     # The very same weights, and other requests beside it.
     assert list(again.logprobs) == pytest.approx(list(first.logprobs), abs=1e-5)
-    os.kill(newest(run_dir, "judge", "engine")["engine_pid"], signal.SIGKILL)
+    kill(run_dir, "judge", "engine", ["engine_pid"])
     done = status(run_dir)["progress"]["steps_done"]
     assert ask(run_dir).token_ids == first.token_ids
     assert len(events_of(run_dir, "judge", "engine")) == 2
     assert members.find(paths, "judge-0").pool == "judge"
     wait_until(run_dir, has_done(min(done + 1, STEPS)), 100)
-    after = wait_until(run_dir, is_over, 200)
+    after = wait_until_over(run_dir, 200)
     assert after["state"] == "COMPLETED"
     # Who is given weights, and whose checksums are compared: the policy's engines alone.
     assert after["progress"]["weight_versions"] == {"trainer": STEPS, "rollout-0": STEPS}

@@ -6,8 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from e2e_runs import cli, events_of, is_over, planned, submit, wait_until
-from e2e_runs import every_prompt_once as every_once
+from e2e_runs import assert_every_prompt_once, cli, events_of, submit, wait_until_over
 
 from relax_hpc.bus.log import RecordKind, read_log
 from relax_hpc.runtime.paths import RunPaths
@@ -46,18 +45,15 @@ def kill_while_it_saves(run_dir, timeout_s):
 
 def test_ppo_learns_though_the_critic_is_killed_while_it_saves(tiny, tmp_path):
     run_dir = submit("tiny/arithmetic_ppo", tiny, local=True, run_root=tmp_path, **SETTINGS).run_dir
-    try:
-        kill_while_it_saves(run_dir, 200)
-        before = {each["step"]: each for each in events_of(run_dir, "critic", "critic_step")}
-        after = wait_until(run_dir, is_over, 250)
-    finally:
-        cli("cancel", run_dir)
+    kill_while_it_saves(run_dir, 200)
+    before = {each["step"]: each for each in events_of(run_dir, "critic", "critic_step")}
+    after = wait_until_over(run_dir, 250)
     assert after["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
     assert {c["name"] for c in after["components"]} == {"rollout", "actor", "critic"}
     # Nobody else was started again, and no trajectory is lost or used twice.
     starts = {role: len(events_of(run_dir, role, "start")) for role in ("rollout", "actor")}
     assert starts == {"rollout": 1, "actor": 1} and len(events_of(run_dir, "critic", "start")) == 2
-    assert planned(run_dir) == every_once(STEPS, PROMPTS)
+    assert_every_prompt_once(run_dir, STEPS, PROMPTS)
     assert after["progress"]["trajectories"]["trained_twice"] == 0
     # It went on from a checkpoint, and what it learned again has the numbers that it had.
     resumed = events_of(run_dir, "critic", "critic_resume")[-1]["step"]

@@ -7,17 +7,15 @@ from pathlib import Path
 import pytest
 from cluster import local_slurm
 from e2e_runs import (
+    assert_every_prompt_once,
     cli,
     events_of,
-    every_prompt_once,
     hurry,
-    is_over,
-    planned,
     sized,
     submit,
     unhurried,
     wait_for,
-    wait_until,
+    wait_until_over,
 )
 
 pytestmark = pytest.mark.long
@@ -70,11 +68,11 @@ def test_rollout_that_is_preempted_every_30_s_loses_nothing_and_training_goes_on
         wait_for(lambda before=before: len(steps()) > before, 100)
         time.sleep(max(0.0, EVERY_S - (time.monotonic() - begun)) * (number < TIMES))
     hurry(tmp_path)
-    now = wait_until(run_dir, is_over, 200)
+    now = wait_until_over(run_dir, 200)
     assert now["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
     assert steps() == [*range(1, STEPS + 1)], "none is trained again"
     assert len(events_of(run_dir, "actor", "start")) == 1 and attempts() == TIMES + 1
-    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    assert_every_prompt_once(run_dir, STEPS, PROMPTS)
     assert now["progress"]["trajectories"]["trained_twice"] == 0
     assert now["progress"]["redone"]["tokens_sampled_again"] == 0
     assert now["progress"]["max_staleness_seen"] <= 4

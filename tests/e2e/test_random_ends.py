@@ -3,17 +3,7 @@
 from pathlib import Path
 
 import pytest
-from e2e_runs import (
-    cli,
-    events_of,
-    every_prompt_once,
-    hurry,
-    is_over,
-    planned,
-    sized,
-    submit,
-    wait_until,
-)
+from e2e_runs import assert_every_prompt_once, cli, events_of, hurry, sized, submit, wait_until_over
 from random_ends import BRIEF, FEW, Ends
 
 pytestmark = pytest.mark.usefixtures("slurm_cluster")
@@ -48,8 +38,8 @@ def submit_slow(tiny, folder, steps, seconds=1.2, **settings):
 def assert_whole(run_dir, steps):
     """Every prompt was trained on once, in its order, within the bound of staleness; what was
     trained again is what ends that nobody announced have cost."""
-    assert planned(run_dir) == every_prompt_once(steps, PROMPTS)
-    after = wait_until(run_dir, is_over, 60)["progress"]
+    assert_every_prompt_once(run_dir, steps, PROMPTS)
+    after = wait_until_over(run_dir, 60)["progress"]
     assert after["steps_done"] == steps
     assert after["trajectories"]["trained"] == steps * PROMPTS * SIBLINGS
     assert after["trajectories"]["trained_twice"] == 0
@@ -106,7 +96,7 @@ def test_a_hundred_ends_leave_the_curve_of_a_run_that_was_left_alone(tiny, tmp_p
     assert len(ends.done) == 105
     alone = submit_slow(tiny, tmp_path / "alone", steps)
     hurry(tmp_path / "alone")
-    wait_until(alone, is_over, 1800)
+    wait_until_over(alone, 1800)
     left_alone = assert_whole(alone, steps)
     assert abs(ended["heldout_after"] - left_alone["heldout_after"]) <= TOLERANCE
     assert events_of(run_dir, "actor", "resume")

@@ -1,23 +1,19 @@
 """A reference policy of its own component: what it adds is true, and it may be killed."""
 
-import os
-import signal
-
 import numpy as np
 import pytest
 import torch
 from e2e_runs import (
+    assert_every_prompt_once,
     cli,
     events_of,
-    every_prompt_once,
     hurry,
-    is_over,
-    planned,
+    kill,
     sized,
     submit,
     unhurried,
     wait_for,
-    wait_until,
+    wait_until_over,
 )
 from hf_logprobs import hf_logprobs
 
@@ -59,7 +55,7 @@ def assert_complete(run_dir, after, steps=STEPS):
     counts = after["progress"]["trajectories"]
     assert counts["committed"] == counts["trained"] == steps * PROMPTS * SIBLINGS
     assert counts["trained_twice"] == 0 and set(counts["dropped"].values()) == {0}
-    assert planned(run_dir) == every_prompt_once(steps, PROMPTS)
+    assert_every_prompt_once(run_dir, steps, PROMPTS)
 
 
 def test_a_reference_component_that_is_killed_scores_every_row_as_hugging_face_does(tiny, tmp_path):
@@ -69,9 +65,9 @@ def test_a_reference_component_that_is_killed_scores_every_row_as_hugging_face_d
     run_dir = submit_small(tiny, tmp_path, **own)
     wait_for(lambda: events_of(run_dir, "actor", "step"), 150)
     actor = events_of(run_dir, "actor", "start")[-1]["pid"]
-    os.kill(events_of(run_dir, "reference", "start")[-1]["pid"], signal.SIGKILL)
+    kill(run_dir, "reference")
     hurry(tmp_path)
-    after = wait_until(run_dir, is_over, 200)
+    after = wait_until_over(run_dir, 200)
     assert_complete(run_dir, after)
     assert len(events_of(run_dir, "reference", "start")) == 2
     assert [start["pid"] for start in events_of(run_dir, "actor", "start")] == [actor]
@@ -104,9 +100,9 @@ def test_a_resumed_actor_has_the_reference_that_it_had(tiny, tmp_path):
     wait_for(lambda: events_of(run_dir, "actor", "checkpoint"), 150)
     wait_for(lambda: events_of(run_dir, "actor", "step")[-1]["step"] % 5 in (3, 4))
     before = {each["step"]: each for each in events_of(run_dir, "actor", "step")}
-    os.kill(events_of(run_dir, "actor", "start")[-1]["pid"], signal.SIGKILL)
+    kill(run_dir, "actor")
     hurry(tmp_path)
-    after = wait_until(run_dir, is_over, 200)
+    after = wait_until_over(run_dir, 200)
     assert_complete(run_dir, after, steps)
     resumed = events_of(run_dir, "actor", "resume")[-1]["step"]
     assert resumed in (5, 10, 15)

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from e2e_runs import cli, events_of, is_over, submit, wait_until
+from e2e_runs import cli, events_of, submit, wait_until_over
 from typer.testing import CliRunner
 
 from relax_hpc.cli.main import app
@@ -22,7 +22,7 @@ def run_dir(tiny, tmp_path_factory):
         actor__save_every=4, eval__heldout__every=0, eval__heldout__num_prompts=8,
         algorithm__kl__coefficient=0.1, reference__placement="actor",
     ).run_dir  # fmt: skip
-    assert wait_until(run_dir, is_over, 200)["state"] == "COMPLETED"
+    assert wait_until_over(run_dir, 200)["state"] == "COMPLETED"
     return run_dir
 
 
@@ -53,22 +53,13 @@ def test_under_slurm_ranks_that_meet_by_mpi_train_a_step_again_bit_by_bit(tiny, 
         actor__layout__data_parallel=2, actor__save_every=2,
         eval__heldout__every=0, eval__heldout__num_prompts=4,
     ).run_dir  # fmt: skip
-    try:
-        assert wait_until(run_dir, is_over, 240)["state"] == "COMPLETED"
-        found, _ = replayed(run_dir, "--step", "3", local=False)
-    finally:
-        cli("cancel", run_dir)
+    assert wait_until_over(run_dir, 240)["state"] == "COMPLETED"
+    found, _ = replayed(run_dir, "--step", "3", local=False)
     assert found["is_same_grid"] and found["checkpoint"].endswith("step_00000002")
     assert {each["difference"] for each in found["numbers"]} == {0}
     assert {each["name"]: each["recorded"] for each in found["numbers"]}["grad_norm"] > 0
     again = [e for folder in run_dir.glob("replay/*") for e in events_of(folder, "replay", "world")]
     assert {(each["kind"], each["size"]) for each in again} == {("MpiWorld", 2)}
-
-
-def test_at_another_grid_it_is_nearly_the_same(run_dir):
-    found, _ = replayed(run_dir, "--step", "5", "--set", "actor.layout.data_parallel=2")
-    differences = [each["difference"] for each in found["numbers"]]
-    assert found["is_same_grid"] is False and 0 < max(differences) < 1e-5
 
 
 def test_a_step_that_was_something_else_is_told_and_nothing_of_the_run_changes(run_dir):
@@ -102,7 +93,7 @@ def test_a_run_goes_on_at_another_grid_with_its_moments_and_each_step_knows_its_
     for last, grid in grids.items():
         settings = [*grid, f"schedule.num_steps={last}"]
         cli("resume", run_dir, "--local", *(f"--set={setting}" for setting in settings))
-        now = wait_until(run_dir, is_over, 200)
+        now = wait_until_over(run_dir, 200)
         assert now["state"] == "COMPLETED"
         found, _ = replayed(run_dir, "--step", str(last))
         assert {each["difference"] for each in found["numbers"]} == {0} and found["is_same_grid"]

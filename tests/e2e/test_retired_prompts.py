@@ -1,7 +1,5 @@
 """Prompts that are solved retire in a whole run, and kills change neither which nor when."""
 
-import os
-import signal
 from collections import Counter
 
 import pytest
@@ -10,12 +8,13 @@ from e2e_runs import (
     events_of,
     has_done,
     hurry,
-    is_over,
+    kill,
     planned,
     sized,
     submit,
     wait_for,
     wait_until,
+    wait_until_over,
 )
 
 from relax_hpc.bus.audit import audit
@@ -70,10 +69,6 @@ def has_retired(run_dir):
     return any(e.get("groups/skipped_retired") for e in events_of(run_dir, "actor", "step"))
 
 
-def kill(run_dir, role):
-    os.kill(events_of(run_dir, role, "start")[-1]["pid"], signal.SIGKILL)
-
-
 def test_solved_prompts_are_passed_over_as_if_nobody_had_been_killed(tiny, tmp_path):
     (tmp_path / "flat.py").write_text(REWARD)
     (tmp_path / "slowly").touch()
@@ -100,7 +95,7 @@ def test_solved_prompts_are_passed_over_as_if_nobody_had_been_killed(tiny, tmp_p
     wait_until(run_dir, has_done(begins + 5), 200)
     kill(run_dir, "actor")
     hurry(tmp_path)
-    after = wait_until(run_dir, is_over, 300)
+    after = wait_until_over(run_dir, 300)
     assert after["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
     assert [len(events_of(run_dir, role, "start")) for role in ("actor", "rollout")] == [3, 2]
     assert planned(run_dir) == batches

@@ -10,18 +10,17 @@ import psutil
 import pytest
 from e2e_runs import (
     CLI,
+    assert_every_prompt_once,
     cli,
     events_of,
-    every_prompt_once,
     has_done,
     hurry,
-    is_over,
-    planned,
     sized,
     status,
     submit,
     unhurried,
     wait_until,
+    wait_until_over,
 )
 
 from relax_hpc.errors import EngineError
@@ -104,12 +103,12 @@ def test_an_engine_joins_a_run_under_slurm_serves_and_leaves(tiny, tmp_path):
     left = status(run_dir)["progress"]["steps_done"]
     assert left < STEPS, "it left while the run went on"
     hurry(tmp_path)
-    after = wait_until(run_dir, is_over, 400)
+    after = wait_until_over(run_dir, 400)
     assert after["state"] == "COMPLETED"
     counts, total = after["progress"]["trajectories"], STEPS * PROMPTS * SIBLINGS
     assert counts["committed"] == counts["trained"] == total
     assert counts["trained_twice"] == 0 and set(counts["dropped"].values()) == {0}
-    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    assert_every_prompt_once(run_dir, STEPS, PROMPTS)
     assert after["progress"]["max_staleness_seen"] <= 1
     # Every update was compared: the newcomer held the trainer's weights while it served.
     compared = [e for e in events_of(run_dir, "actor", "verify") if "extra-1" in e["members"]]

@@ -1,19 +1,17 @@
 """Two jobs that never run at the same time: a cluster that has room for one of them."""
 
 import itertools
-import os
-import signal
 from pathlib import Path
 
 import psutil
 import pytest
 from cluster import local_slurm
 from e2e_runs import (
+    assert_every_prompt_once,
     cli,
     events_of,
-    every_prompt_once,
     hurry,
-    is_over,
+    kill,
     next_that_teach,
     planned,
     sized,
@@ -21,7 +19,7 @@ from e2e_runs import (
     submit,
     unhurried,
     wait_for,
-    wait_until,
+    wait_until_over,
 )
 
 from relax_hpc.launch import record
@@ -81,15 +79,15 @@ def test_two_sides_that_never_meet_complete_though_each_is_killed_in_the_middle(
 ):
     run_dir = submit_apart(tiny, tmp_path)
     wait_for(lambda: events_of(run_dir, "rollout", "shard"), 60)
-    os.kill(events_of(run_dir, "rollout", "start")[-1]["pid"], signal.SIGKILL)
+    kill(run_dir, "rollout")
     wait_for(lambda: events_of(run_dir, "actor", "step"), 100)
     assert kill_holder(run_dir, "training")
     wait_for(lambda: events_of(run_dir, "actor", "step")[-1]["step"] > STALENESS + 1, 100)
-    os.kill(events_of(run_dir, "actor", "start")[-1]["pid"], signal.SIGKILL)
+    kill(run_dir, "actor")
     hurry(tmp_path)
-    now = wait_until(run_dir, is_over, 200)
+    now = wait_until_over(run_dir, 200)
     assert now["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
-    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    assert_every_prompt_once(run_dir, STEPS, PROMPTS)
     done = now["progress"]
     assert done["trajectories"]["trained_twice"] == 0 and done["steps_done"] == STEPS
     assert done["max_staleness_seen"] == STALENESS and done["checksums_equal"]
@@ -110,12 +108,12 @@ def test_a_run_of_two_jobs_is_cancelled_and_resumed_whole(tiny, tmp_path, one_no
     assert "had nothing to do: requeued" in verdict.read(run_dir).words
     assert status(run_dir)["state"] in ("RUNNING", "PENDING")
     cli("cancel", run_dir)
-    wait_until(run_dir, is_over, 30)
+    wait_until_over(run_dir, 30)
     hurry(tmp_path)
     cli("resume", run_dir)
     assert not {*leaders} & {*record.read(run_dir).leaders}
-    assert wait_until(run_dir, is_over, 150)["state"] == "COMPLETED"
-    assert planned(run_dir) == every_prompt_once(3, PROMPTS)
+    assert wait_until_over(run_dir, 150)["state"] == "COMPLETED"
+    assert_every_prompt_once(run_dir, 3, PROMPTS)
 
 
 def test_where_one_side_gives_up_the_other_ends_and_the_run_has_failed_until_it_is_resumed(
@@ -125,12 +123,12 @@ def test_where_one_side_gives_up_the_other_ends_and_the_run_has_failed_until_it_
     run_dir = submit_apart(tiny, tmp_path, **hurried)
     hurry(tmp_path)
     wait_for(lambda: events_of(run_dir, "actor", "step"), 100)
-    os.kill(events_of(run_dir, "actor", "start")[-1]["pid"], signal.SIGKILL)
-    assert wait_until(run_dir, is_over, 120)["state"] == "FAILED"
+    kill(run_dir, "actor")
+    assert wait_until_over(run_dir, 120)["state"] == "FAILED"
     assert "the training side has ended before the last step" in verdict.read(run_dir).words
     cli("resume", run_dir)
-    assert wait_until(run_dir, is_over, 150)["state"] == "COMPLETED"
-    assert planned(run_dir) == every_prompt_once(4, PROMPTS)
+    assert wait_until_over(run_dir, 150)["state"] == "COMPLETED"
+    assert_every_prompt_once(run_dir, 4, PROMPTS)
 
 
 def test_two_sides_that_never_meet_refill_every_batch_with_the_next_groups_that_teach(
@@ -145,7 +143,7 @@ def test_two_sides_that_never_meet_refill_every_batch_with_the_next_groups_that_
         "engines.rollout.count": tasks, "engines.rollout.resources.cpus_per_task": 8 // tasks,
     }  # fmt: skip
     run_dir = submit_apart(tiny, tmp_path, **refilled)
-    now = wait_until(run_dir, is_over, 400)
+    now = wait_until_over(run_dir, 400)
     assert now["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
     taught = planned(run_dir)
     assert taught == next_that_teach(run_dir, steps, PROMPTS)
@@ -167,9 +165,9 @@ def test_on_one_machine_both_sides_are_one_job_and_engines_come_for_weights_all_
         "weights.advanced.checksum_every": 1,
     }  # fmt: skip
     run_dir = submit("demo", tiny, local=True, **small).run_dir
-    now = wait_until(run_dir, is_over, 100)
+    now = wait_until_over(run_dir, 100)
     assert now["state"] == "COMPLETED" and now["engines"] == []
-    assert planned(run_dir) == every_prompt_once(6, PROMPTS)
+    assert_every_prompt_once(run_dir, 6, PROMPTS)
     loaded = [event["version"] for event in events_of(run_dir, "rollout", "loaded")]
     assert loaded == sorted(loaded) and loaded[-1] == 6
     assert not events_of(run_dir, "actor", "loaded")

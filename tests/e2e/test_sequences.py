@@ -1,19 +1,18 @@
 """Episodes of two sequences through a whole run, rollout and actor killed in the middle of it."""
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 from e2e_runs import (
+    NODE,
+    assert_every_prompt_once,
     events_of,
-    every_prompt_once,
     has_done,
-    is_over,
-    planned,
+    kill,
     sized,
     submit,
     wait_until,
+    wait_until_over,
 )
 
 from relax_hpc.bus.plan import read_chain
@@ -31,25 +30,20 @@ SETTINGS = {
 }
 
 
-def kill(event, *names):
-    for name in names:
-        os.kill(event[name], signal.SIGKILL)
-
-
 def test_episodes_of_two_sequences_are_trained_on_once_whoever_is_killed(tiny, tmp_path):
     small = sized(tmp_path, STEPS, PROMPTS, SIBLINGS, 16)
     run_dir = submit("demo", tiny, local=True, **small | SETTINGS).run_dir
     wait_until(run_dir, has_done(4), 100)
-    kill(events_of(run_dir, "rollout", "engine")[-1], "pid", "engine_pid")
-    kill(events_of(run_dir, "actor", "start")[-1], "pid")
+    kill(run_dir, "rollout", "engine", NODE)
+    kill(run_dir, "actor")
     wait_until(run_dir, lambda _: events_of(run_dir, "actor", "resume"), 100)
-    after = wait_until(run_dir, is_over, 200)
+    after = wait_until_over(run_dir, 200)
     assert after["state"] == "COMPLETED"
     assert len(events_of(run_dir, "rollout", "start")) == 2
     count = after["progress"]["trajectories"]
     assert count["committed"] == count["trained"] == 2 * STEPS * PROMPTS * SIBLINGS
     assert count["trained_twice"] == 0 and set(count["dropped"].values()) == {0}
-    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    assert_every_prompt_once(run_dir, STEPS, PROMPTS)
     shards = events_of(run_dir, "rollout", "shard")
     assert all(0 <= shard["rollout/agree"] <= 1 for shard in shards)
     told = [shard["num_trajectories"] for shard in shards]

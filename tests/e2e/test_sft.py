@@ -1,13 +1,11 @@
 """Supervised fine-tuning as its user sees it: killed or not, the same model, ready for RL."""
 
-import os
 import random
-import signal
 import time
 from pathlib import Path
 
 import pytest
-from e2e_runs import REPOSITORY, cli, events_of, is_over, status, wait_until
+from e2e_runs import REPOSITORY, cli, events_of, kill, status, wait_until_over
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.long
@@ -43,7 +41,7 @@ def test_a_run_that_is_killed_ends_with_the_very_weights_of_one_that_is_not(tiny
         moment = random.uniform(4, STEPS - 3)
         kill_actor(killed, moment)
         for run_dir in runs:
-            assert wait_until(run_dir, is_over, 100)["state"] == "COMPLETED"
+            assert wait_until_over(run_dir, 100)["state"] == "COMPLETED"
         resumed = [event["step"] for event in events_of(killed, "actor", "resume")]
         assert resumed and resumed[0] in range(3, STEPS + 1, 3)
 
@@ -71,7 +69,7 @@ def kill_actor(run_dir, moment):
         assert time.monotonic() < deadline, cli("logs", run_dir)[-4000:]
         time.sleep(0.1)
     time.sleep(moment % 1 / 5)
-    os.kill(events_of(run_dir, "actor", "start")[-1]["pid"], signal.SIGKILL)
+    kill(run_dir, "actor")
 
 
 def losses(run_dir):

@@ -7,15 +7,15 @@ import json
 
 import pytest
 from e2e_runs import (
-    cli,
     console,
     events_of,
     has_done,
-    is_over,
     next_that_teach,
     planned,
+    sized,
     submit,
     wait_until,
+    wait_until_over,
 )
 
 from relax_hpc.launch import states
@@ -33,25 +33,17 @@ def finished(slurm_cluster, tiny, tmp_path_factory):
         tiny,
         local=False,
         run=console,
-        run_root=tmp_path_factory.mktemp("runs"),
+        **sized(tmp_path_factory.mktemp("runs"), STEPS, PROMPTS, SIBLINGS, 128),
         launch__profile="local",
-        schedule__num_steps=STEPS,
-        schedule__prompts_per_step=PROMPTS,
         schedule__max_staleness=STALENESS,
-        rollout__samples_per_prompt=SIBLINGS,
         algorithm__preset="async",
         algorithm__epochs_per_step=1,
         actor__optimizer__lr=2e-4,
         actor__optimizer__warmup_steps=2,
-        eval__heldout__every=0,
-        eval__heldout__num_prompts=128,
     )
     run_dir = submitted.run_dir
-    try:
-        during = wait_until(run_dir, has_done(1), 300)
-        after = wait_until(run_dir, is_over, 400)
-    finally:
-        cli("cancel", run_dir)
+    during = wait_until(run_dir, has_done(1), 300)
+    after = wait_until_over(run_dir, 400)
     return submitted, during, after
 
 

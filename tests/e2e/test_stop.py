@@ -5,19 +5,18 @@ import subprocess
 
 import pytest
 from e2e_runs import (
+    assert_every_prompt_once,
     cli,
     events_of,
-    every_prompt_once,
     has_done,
     hurry,
-    is_over,
-    planned,
     sized,
     status,
     submit,
     unhurried,
     wait_for,
     wait_until,
+    wait_until_over,
 )
 
 from relax_hpc.launch import record
@@ -66,12 +65,12 @@ def test_no_step_is_trained_again_after_an_end_that_was_announced_even_twice(tin
     announce(run_dir)  # while it starts
     wait_for(is_requeued(run_dir, 2), 120)
     hurry(tmp_path)
-    wait_until(run_dir, is_over, 250)
+    wait_until_over(run_dir, 250)
     first, *_ = [event["step"] for event in events_of(run_dir, "actor", "resume")]
     assert first == saved["step"]
     steps = [event["step"] for event in events_of(run_dir, "actor", "step")]
     assert steps == [*range(1, STEPS + 1)]
-    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    assert_every_prompt_once(run_dir, STEPS, PROMPTS)
     assert cli("status", run_dir, "--json").count('"trained_twice": 0') == 1
     kept = sum(event["num_tokens"] for event in events_of(run_dir, "rollout", "unfinished"))
     redone = status(run_dir)["progress"]["redone"]
@@ -96,14 +95,14 @@ def test_a_critic_learns_no_step_again_either(tiny, tmp_path):
     announce(run_dir)
     wait_for(is_requeued(run_dir, 1), 150)
     hurry(tmp_path)
-    wait_until(run_dir, is_over, 300)
+    wait_until_over(run_dir, 300)
     for role, event in (("actor", "step"), ("critic", "critic_step")):
         saved, *_ = events_of(run_dir, role, "checkpoint")
         resumed = events_of(run_dir, role, "critic_resume" if role == "critic" else "resume")
         assert [each["step"] for each in resumed] == [saved["step"]]
         steps = [each["step"] for each in events_of(run_dir, role, event)]
         assert steps == [*range(1, STEPS + 1)], role
-    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    assert_every_prompt_once(run_dir, STEPS, PROMPTS)
 
 
 def test_a_run_that_may_not_be_requeued_goes_on_and_says_to_resume(tiny, tmp_path):
@@ -116,9 +115,9 @@ def test_a_run_that_may_not_be_requeued_goes_on_and_says_to_resume(tiny, tmp_pat
     [saved] = events_of(run_dir, "actor", "checkpoint")
     hurry(tmp_path)
     wait_until(run_dir, has_done(saved["step"] + 2), 100)
-    wait_until(run_dir, is_over, 200)
+    wait_until_over(run_dir, 200)
     assert events_of(run_dir, "actor", "resume") == []
-    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    assert_every_prompt_once(run_dir, STEPS, PROMPTS)
 
 
 @pytest.mark.soak
@@ -131,7 +130,7 @@ def test_a_trainer_ends_its_job_before_a_step_that_the_time_limit_would_cut_off(
     log = cli("logs", run_dir, "--component", "actor", "--all")
     assert log.count("ending before it") == 1
     [saved] = events_of(run_dir, "actor", "checkpoint")
-    wait_until(run_dir, is_over, 250)
+    wait_until_over(run_dir, 250)
     steps = [event["step"] for event in events_of(run_dir, "actor", "step")]
     assert steps == [*range(1, STEPS + 1)]
     [first, *_] = events_of(run_dir, "actor", "resume")

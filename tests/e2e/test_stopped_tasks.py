@@ -7,18 +7,17 @@ from pathlib import Path
 
 import pytest
 from e2e_runs import (
+    assert_every_prompt_once,
     cli,
     events_of,
-    every_prompt_once,
     has_done,
     hurry,
-    is_over,
-    planned,
     sized,
     status,
     submit,
     unhurried,
     wait_until,
+    wait_until_over,
 )
 
 from relax_hpc.runs import verdict
@@ -95,10 +94,10 @@ def assert_only_these_hung(run_dir, tasks):
 
 def finish(run_dir, tmp_path):
     hurry(tmp_path)
-    after = wait_until(run_dir, is_over, 300)
+    after = wait_until_over(run_dir, 300)
     assert after["state"] == "COMPLETED"
     assert after["progress"]["trajectories"]["trained_twice"] == 0
-    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    assert_every_prompt_once(run_dir, STEPS, PROMPTS)
 
 
 @pytest.mark.usefixtures("slurm_cluster")

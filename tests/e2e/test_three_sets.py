@@ -1,11 +1,9 @@
 """Several sets scored during a run: no step waits for them, and a kill doubles nothing."""
 
 import json
-import os
-import signal
 
 import pytest
-from e2e_runs import cli, events_of, has_done, is_over, submit, wait_until
+from e2e_runs import NODE, cli, events_of, has_done, kill, submit, wait_until, wait_until_over
 
 pytestmark = pytest.mark.long
 
@@ -73,14 +71,12 @@ def test_no_step_waits_for_three_sets_and_what_a_kill_broke_off_is_completed_onc
     wait_until(run_dir, lambda _: len(parts_of(run_dir, "several")) == 4 * KEPT, 20)
     kept = {name: parts_of(run_dir, name) for name in ("several", "short")}
     assert len(kept["short"]) == 2 * KEPT and {r["version"] for r in kept["short"]} == {0}
-    engine = events_of(run_dir, "rollout", "engine")[-1]
-    os.kill(engine["pid"], signal.SIGKILL)
-    os.kill(engine["engine_pid"], signal.SIGKILL)
+    kill(run_dir, "rollout", "engine", NODE)
     wait_until(run_dir, lambda _: len(events_of(run_dir, "rollout", "start")) == 2, 60)
     wait_until(run_dir, has_done(6), 100)  # they stand still all the while
     assert rows_by_evaluation(run_dir, "several") == {}
     (tmp_path / "gate").touch()
-    assert wait_until(run_dir, is_over, 200)["state"] == "COMPLETED"
+    assert wait_until_over(run_dir, 200)["state"] == "COMPLETED"
     for name, samples in SAMPLES.items():
         found = rows_by_evaluation(run_dir, name)
         assert {"before", "after"} <= {when for when, _ in found}
