@@ -67,13 +67,17 @@ async def test_siblings_of_a_long_prompt_wait_until_the_first_has_been_through_i
     assert [each.token_ids for each in found] == [[7]] * 4
 
 
-@pytest.mark.parametrize(("prompt", "homes"), [(SHORT, ("group",)), (LONG, ())])
-async def test_nobody_waits_for_a_short_prompt_or_one_that_is_not_shared(prompt, homes):
-    assert (await run(prompt, homes))[0] == [0, 1, 2]
-
-
-async def test_media_are_worth_waiting_for_however_few_tokens_they_have():
-    assert (await run([1, 2], view=MediaView((), ())))[0] == [0]
+@pytest.mark.parametrize(
+    ("prompt", "homes", "view", "asked"),
+    [
+        (SHORT, ("group",), None, [0, 1, 2]),
+        (LONG, (), None, [0, 1, 2]),
+        (LONG, ("episode", "group"), None, [0]),
+        ([1, 2], ("group",), MediaView((), ()), [0]),  # however few tokens they have
+    ],
+)
+async def test_a_long_prompt_or_media_that_are_shared_are_waited_for(prompt, homes, view, asked):
+    assert (await run(prompt, homes, view=view))[0] == asked
 
 
 async def test_one_that_is_refused_lets_the_next_go_first():

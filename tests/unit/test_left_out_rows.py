@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -17,8 +18,12 @@ from relax_hpc.data.rows import TaskShare
 from relax_hpc.data.source import Examined, KeptRows, PromptSource
 from relax_hpc.errors import ConfigError, PeerTimeoutError
 from relax_hpc.launch.evaluate import EvaluationRequest, job_of
-from relax_hpc.roles.rollout import prompt_check, row_gate
+from relax_hpc.roles.role import ModelRank
+from relax_hpc.roles.rollout import check, prompt_check, row_gate
 from relax_hpc.roles.rollout.row_gate import RowGate
+from relax_hpc.roles.sft import document_check
+from relax_hpc.roles.sft import loop as sft_task
+from relax_hpc.roles.training import build as training
 from relax_hpc.runs.changes import change
 from relax_hpc.runtime.files import records
 from relax_hpc.runtime.paths import RunPaths
@@ -122,7 +127,10 @@ def test_a_run_that_was_begun_in_another_order_is_refused(tmp_path, header):
         row_gate.check_order(paths)
 
 
-@pytest.mark.parametrize("change", ["data", "template", "settings"])
+@pytest.mark.parametrize(
+    "change",
+    ["data", "template", "prompts.assistant_prefix=x", "eval.heldout.columns.tools='none'"],
+)
 def test_what_was_found_is_not_used_for_other_data_templates_or_settings(data, monkeypatch, change):
     Path("train.jsonl").write_text(f"{json.dumps(GOOD)}\n" * 10, encoding="utf-8")
     config = load(Path("job.toml"))
@@ -143,7 +151,7 @@ def test_what_was_found_is_not_used_for_other_data_templates_or_settings(data, m
         with Path("model/chat_template.jinja").open("a", encoding="utf-8") as file:
             file.write(" ")
     else:
-        config = load(Path("job.toml"), ["prompts.assistant_prefix=x"])
+        config = load(Path("job.toml"), [change])
     with pytest.raises(KeyboardInterrupt):
         settle(config, data)
 
@@ -255,7 +263,7 @@ def test_a_task_that_does_not_look_at_its_rows_or_decide_is_named(data):
         settle(config, data, 1, 3)
     with pytest.raises(PeerTimeoutError):
         settle(config, data, 0, 2)
-    with pytest.raises(PeerTimeoutError, match=r"rollout-0 did not decide in launch.peer_timeou"):
+    with pytest.raises(PeerTimeoutError, match=r"rollout-0 did not decide in launch.advanced.peer"):
         settle(config, data, 1, 2)
 
 
@@ -320,17 +328,14 @@ def test_each_set_is_read_by_its_own_names_and_by_the_jobs_where_it_has_none(two
         ("eval.math.columns.answer='soltion'",
          "eval.math.path: HERE/math.jsonl, line 1: has no soltion; it has problem, solution, level;"
          " set eval.math.columns.answer to the field that is the answer; did you mean solution?"),
-        ("eval.math.columns.promt='x'", "unknown key; did you mean eval.math.columns.prompt?"),
         ("eval.math.columns.source='levl'",
          "eval.math.columns.source = 'levl': none of the 4 rows that were looked at has it; the "
          "first has problem, solution, level; did you mean level?"),
         ("prompts.sources.sums.columns.answer='truth.vlue'",
          "HERE/sums.jsonl, line 1: has no truth.vlue; it has problem, truth.value, subject; set "
          "prompts.sources.sums.columns.answer to the field that is the answer; did you mean trut"),
-        ("prompts.sources.sums.columns.source='subjet'",
-         "prompts.sources.sums.columns.source = 'subjet': none of the 4 rows"),
         ("prompts.columns.tools='can'", "prompts.columns.tools = 'can': none of the 8 rows"),
-        ("eval.math.columns=3", "job.toml: eval.math.columns = 3: is a table of settings"),
+        ("prompts.columns.prompt=3", "job.toml: prompts.columns.prompt = 3: use text, in quotes"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_said_with_its_set_before_anything_is_queued(
@@ -358,22 +363,6 @@ def test_a_run_of_a_version_that_had_one_name_for_all_sets_is_read(two_layouts):
     assert all(each.columns == config.prompts.columns for each in sets)
 
 
-@pytest.mark.parametrize("key", ["eval.math", "prompts.sources.sums"])
-def test_what_was_found_of_rows_is_not_used_for_other_names(two_layouts, monkeypatch, key):
-    config, other = load(two_layouts), load(two_layouts, [f'{key}.columns.tools="none"'])
-    paths = RunPaths(Path("run"))
-    settle(config, paths)
-    looked = []
-    examine = row_gate.examine
-    monkeypatch.setattr(
-        row_gate, "examine", lambda *args, **more: looked.append(1) or examine(*args, **more)
-    )
-    settle(config, paths)
-    assert looked == []
-    settle(other, paths)
-    assert looked == [1]
-
-
 def test_a_model_alone_is_scored_on_sets_with_names_of_their_own(two_layouts):
     keys = ["eval.math.columns.prompt=problem", "eval.math.columns.answer=solution"]
     alone = job_of(EvaluationRequest(Path("model"), None, {"math": "math.jsonl"}, overrides=keys))
@@ -382,3 +371,102 @@ def test_a_model_alone_is_scored_on_sets_with_names_of_their_own(two_layouts):
         sets = prompt_check.open_files(config, is_trained=False).heldout
         assert list(sets) == names and sets["math"][0].prompt == "0+3="
     assert sets["same"][0].prompt == "0+1="
+
+
+SFT = """
+name = "run"
+model.path = "model"
+sft = {train = "train.jsonl", heldout = "heldout.jsonl", batch_size = 7, epochs = 2}
+"""
+
+
+@pytest.fixture
+def many(job):
+    """3,000 prompts of which the one on line 1,235 does not fit, but is not long in letters."""
+    records = [{"prompt": "1" * 30, "answer": "2"} for _ in range(3000)]
+    records[1234] = {"prompt": "漢" * 29, "answer": "2"}
+    write("train", records)
+    return load(Path("job.toml"), ["prompts.max_prompt_tokens=60"])
+
+
+def test_tasks_look_at_different_prompts_and_together_at_all(many):
+    sources = sources_of(many)
+    [said] = prompt_check.check_sample(many, sources)
+    assert "all are checked when the job starts" in said
+    found = []
+    for rank in range(4):
+        try:
+            RowGate(many, RunPaths(Path("run")), sources, TaskShare(rank, 4)).settle()
+        except ConfigError as error:
+            found.append((rank, str(error)))
+    [(rank, said)] = found
+    assert rank == 1234 // (3000 // 4)
+    assert said.startswith("prompts.train: train.jsonl, line 1235: the prompt has ")
+
+
+def test_check_says_where_the_answer_seems_to_be_in_the_prompt(job):
+    asked = [{"role": "user", "content": "1+1="}]
+    given = [*asked, {"role": "assistant", "content": "2"}]
+    write("train", [{"prompt": each, "answer": "2"} for each in (asked, given, "1+1=")])
+    config = load(Path("job.toml"))
+    [said] = prompt_check.check_sample(config, sources_of(config))
+    assert said.startswith("prompts.train: 1 of 3 prompts that were looked at end with what the as")
+    write("train", [{"prompt": asked, "answer": "2"}])
+    assert prompt_check.check_sample(config, sources_of(config)) == []
+
+
+def test_check_says_where_there_are_fewer_rows_than_are_asked_for_at_once(job):
+    write("train", [GOOD] * 5)
+    write("heldout", [GOOD] * 3)
+
+    def said(*settings):
+        config = load(Path("job.toml"), [*settings])
+        return [*check.few_rows(config, sources_of(config))]
+
+    assert said("schedule.prompts_per_step=5", "eval.heldout.num_prompts=3") == []
+    assert said("schedule.prompts_per_step=6", "eval.heldout.num_prompts=4") == [
+        "schedule.prompts_per_step = 6: rows in prompts.train: 5, so every step has prompts more "
+        "than once",
+        "eval.heldout.num_prompts = 4: rows in eval.heldout.path: 3, and all of them are used",
+    ]
+
+
+@pytest.fixture
+def documents(job):
+    Path("sft.toml").write_text(SFT, encoding="utf-8")
+    records = [{"prompt": "1" * 30, "completion": "2"} for _ in range(3000)]
+    write("heldout", records[:3])
+    records[1234] = {"prompt": "漢" * 29, "completion": "2"}
+    write("train", records)
+    return load(Path("sft.toml"), ["sft.max_tokens=60"])
+
+
+def test_of_many_documents_a_sample_is_checked_and_the_steps_are_counted_all_the_same(documents):
+    files = document_check.open_files(documents)
+    sizes, tokens = document_check.read(documents, files), tokenizer.load(Path("model"))
+    steps, left_out = document_check.check_sample(documents, files, sizes, tokens)
+    assert steps == 858  # 2 x 3,000 documents by 7, and the rest
+    assert left_out.startswith("checked 1,003 of 3,003 documents; all are checked when the job")
+    counted = load(Path("sft.toml"), ["sft.max_tokens=60"])
+    by_tokens = counted.sft.model_copy(update={"batch_size": None, "tokens_per_step": 6000})
+    counted = counted.model_copy(update={"sft": by_tokens})
+    with pytest.raises(ConfigError, match=r"train.jsonl, line 1235: has \d+ tokens"):
+        document_check.check_sample(counted, files, sizes, tokens)  # to count, all are read
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rank_that_finds_a_bad_document_ends_before_anything_is_trained(
+    documents, monkeypatch, rank
+):
+    class BeyondTheCheckError(Exception):
+        pass
+
+    def device(local_rank, asked):
+        raise BeyondTheCheckError
+
+    monkeypatch.setattr(training, "own_device", device)
+    world, task = SimpleNamespace(size=3, rank=rank), SimpleNamespace(local_rank=0, gpus=0)
+    expected = ConfigError if rank == 1234 % 3 else BeyondTheCheckError
+    with pytest.raises(expected) as found:
+        sft_task.main(ModelRank(documents, None, world, task, None))
+    assert getattr(found.value, "is_final", False) == (expected is ConfigError)

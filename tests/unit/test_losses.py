@@ -131,18 +131,11 @@ def test_a_prompt_counts_once_however_many_rows_its_episodes_have():
     assert row_weights("token", LENGTHS, GROUPS, 8) is None
 
 
-class Packed(NamedTuple):
-    loss_mask: torch.Tensor
-    sequence_ids: torch.Tensor
-    groups: torch.Tensor
-    columns: dict
-
-
 def test_a_mean_over_rows_is_over_their_trained_tokens_and_other_means_do_not_look():
     """Three trained of five tokens, one of one, none of two."""
     mask = torch.tensor([True, True, False, False, True, True, False, False])
     ids = torch.tensor([0, 0, 0, 0, 0, 1, 2, 2])
-    tokens = Packed(mask, ids, torch.zeros(3), {"weights": torch.ones(8)})
+    tokens = Valued(mask, ids, torch.zeros(3), {"weights": torch.ones(8)})
     found = token_weights("sequence", tokens)
     assert found.tolist() == pytest.approx([1 / 3] * 5 + [1] * 3)
     assert (found * mask).sum().item() == pytest.approx(2)  # rows with a trained token
@@ -275,15 +268,13 @@ def weights(entropy, measured):
     return found
 
 
-def test_without_a_table_it_is_only_measured_and_rows_without_advantage_teach_nothing():
-    for nothing in ({"name": "none"}, {"coefficient": 0.0}):
-        assert weights(nothing, [0.1, 0.3]) == [0.0] * 3
-        assert not algorithm_of(entropy=nothing).needs.every_row
-
-
-def test_a_fixed_bonus_is_the_same_in_every_step_and_works_on_every_row():
-    assert weights({"coefficient": 0.01}, [0.1, 0.3]) == [0.01] * 3
-    assert algorithm_of(entropy={"coefficient": 0.01}).needs.every_row
+@pytest.mark.parametrize(
+    ("entropy", "weight"),
+    [({"name": "none"}, 0.0), ({"coefficient": 0.0}, 0.0), ({"coefficient": 0.01}, 0.01)],
+)
+def test_a_fixed_bonus_is_the_same_in_every_step_and_works_on_every_row(entropy, weight):
+    assert weights(entropy, [0.1, 0.3]) == [weight] * 3
+    assert algorithm_of(entropy=entropy).needs.every_row is (weight > 0)
 
 
 def test_an_adaptive_one_rises_below_the_target_falls_above_and_rests_there():

@@ -26,63 +26,6 @@ def test_every_mistake_can_be_planted_where_its_list_says(area):
         assert is_code, f"{area}.toml: {mutant.name}: no Python"
 
 
-PLACED = '''
-class Producer:
-    """Puts a row."""
-
-    def put(self, row: Row) -> None:
-        """Puts a row."""
-        # put(row) flushes
-        left = write(
-            self.fd,
-            row,  # all of it
-        )
-        if left:
-            flush(self.fd)
-
-
-LIMIT = 3
-'''
-
-
-@pytest.fixture
-def plant(tmp_path):
-    """Plants a mistake in the module above; returns what is new in it."""
-    (tmp_path / "relax_hpc" / "bus").mkdir(parents=True)
-    (tmp_path / "relax_hpc" / "bus" / "log.py").write_text(PLACED, encoding="utf-8")
-
-    def plant(where, old, new):
-        mutant = planting.Mutant("bus", [], "a name", where, old, new)
-        text = planting.Tree(tmp_path).planting(mutant).text
-        before = PLACED.splitlines()
-        return [line for line in text.splitlines() if line not in before]
-
-    return plant
-
-
-def test_wraps_comments_and_docstrings_do_not_count(plant):
-    put = "bus: Producer.put"
-    assert plant(put, "write(self.fd, row)", "0") == ["        left = 0"]
-    assert plant(put, "row)", "1)")[-1:] == ["            1)"]
-    assert plant("bus/log: LIMIT", "3", "4") == ["LIMIT = 4"]
-
-
-def test_a_lonely_statement_leaves_pass_and_further_lines_are_indented_as_the_first(plant):
-    put = "bus: Producer.put"
-    assert plant(put, "flush(self.fd)", "") == ["            pass"]
-    assert plant(put, "if left: flush(self.fd)", "") == ["        "]
-    assert plant(put, "flush(self.fd)", "while 1:\n    left") == [
-        "            while 1:",
-        "                left",
-    ]
-
-
-@pytest.mark.parametrize("old", ["self.fd", "lef", "Puts a row", "put(row)"])
-def test_what_is_not_there_once_is_not_planted(plant, old):
-    with pytest.raises(LookupError, match=r"bus.toml: a name: '.*' is \d times in bus: Prod"):
-        plant("bus: Producer.put", old, "")
-
-
 def test_every_test_that_is_to_notice_a_mistake_exists():
     for test in {test for mutant in MUTANTS for test in mutant.tests}:
         file, _, name = test.partition("::")

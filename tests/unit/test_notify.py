@@ -140,14 +140,3 @@ def test_a_comment_of_the_users_stays_and_a_slurm_that_refuses_is_asked_no_more(
     other.show(step(4, 1.0, 0.5), 100)
     Comment("local-12").show(step(3, 1.0, 0.5), 100)
     assert len((slurm / "asked").read_text().splitlines()) == 2
-
-
-def test_a_reward_that_sways_while_it_rises_slowly_is_no_plateau(tmp_path, told):
-    program, read = told
-    _, config = made = make(
-        tmp_path, notify={"command": [program], "advanced": {"plateau_steps": 8}}
-    )
-    watch = ProgressWatch(Notifier(*made), config.notify.advanced.plateau_steps)
-    sway = [0.1, -0.1, 0.05, -0.1, -0.1, 0.0, -0.1, -0.1, -0.05, -0.1, -0.1, -0.1]
-    watch.take([step(n, 1.0, 0.3 + 0.01 * n + sway[n % len(sway)]) for n in range(1, 61)])
-    assert read() == []

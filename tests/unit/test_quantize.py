@@ -202,12 +202,14 @@ def test_what_engines_cannot_take_is_refused_before_anything_is_queued(tables, m
     assert message in str(refused.value)
 
 
-def test_towers_are_sent_as_they_are():
-    towers = (
-        "thinker.audio_tower.layers.0.self_attn.q_proj",
-        "model.visual.blocks.0.mlp.gate_proj",
-    )
-    for name, is_quantised in (*((tower, False) for tower in towers),
-                               ("thinker.model.layers.0.self_attn.q_proj", True)):  # fmt: skip
-        spec = Spec(f"{name}.weight", torch.bfloat16, (256, 256))
-        assert quantizer().applies_to(spec) is is_quantised
+@pytest.mark.parametrize(
+    ("name", "is_quantised"),
+    [
+        ("thinker.audio_tower.layers.0.self_attn.q_proj", False),
+        ("model.visual.blocks.0.mlp.gate_proj", False),
+        ("thinker.model.layers.0.self_attn.q_proj", True),
+    ],
+)
+def test_towers_are_sent_as_they_are(name, is_quantised):
+    spec = Spec(f"{name}.weight", torch.bfloat16, (256, 256))
+    assert quantizer().applies_to(spec) is is_quantised

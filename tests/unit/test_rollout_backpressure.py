@@ -28,41 +28,31 @@ from relax_hpc.data.source import Prompt
 from relax_hpc.inference.members import Member, Roster, RosterEntry
 from relax_hpc.inference.pool_client import engine_state
 from relax_hpc.roles.rollout import loop as rollout
-from relax_hpc.roles.rollout.episodes import seed_of
 from relax_hpc.roles.rollout.folders import Folders
 from relax_hpc.runtime.paths import BusPaths, RunPaths
 from relax_hpc.schema import PromptGroup, Trajectory
 
 PROMPTS, SIBLINGS = 4, 2
-EXPERTS = np.arange(8, dtype=np.int16).reshape(2, 4)  # 2 tokens, 2 layers x 2 experts
 
 
 class Sampler:
-    """Answers every prompt with one token; the policy version is whatever the test says."""
-
-    def __init__(self, version=0):
-        self.now, self.asked = version, []
+    """Answers every prompt with one token of the first policy."""
 
     async def version(self):
-        return self.now
+        return 0
 
     async def sample(self, given, draft, how, *, seed, homes):
-        self.asked.append((how.temperature, how.routed_experts))
         assert (how.min_version, list(given)) == (0, [7])
-        experts = None
-        if how.routed_experts:
-            sibling = [seed_of(0, homes[1], each) for each in range(SIBLINGS)].index(seed)
-            experts = EXPERTS + sibling
-        return answer(draft, [1], [-0.5], [(0, self.now)], experts=experts)
+        return answer(draft, [1], [-0.5], [(0, 0)])
 
 
-def config(**schedule):
-    schedule = {"num_steps": 1, "prompts_per_step": PROMPTS, **schedule}
+def config():
+    schedule = {"num_steps": 1, "prompts_per_step": PROMPTS}
     return role_fakes.config(rollout__advanced__groups_per_shard=1, schedule=schedule)
 
 
 @contextmanager
-def trained(tmp_path, sampler, settings, *, heldout=(), patch=lambda folders: None):
+def trained(tmp_path, patch=lambda folders: None):
     """Paths, and the trainer, of a run whose loop goes on until the trainer has finished."""
     paths = BusPaths(tmp_path / "bus")
     layout.create(paths, ["rollout-0"], {})
@@ -72,8 +62,8 @@ def trained(tmp_path, sampler, settings, *, heldout=(), patch=lambda folders: No
         Sequencer(paths, prompts_per_step=PROMPTS, position=None) as sequencer,
     ):
         patch(folders)
-        arguments = (prompts, heldout, sampler, lambda response, prompt: 1.0, folders)
-        loop = episode_fakes.run(settings, *arguments, CreditTail(paths), Events())
+        arguments = (prompts, (), Sampler(), lambda response, prompt: 1.0, folders)
+        loop = episode_fakes.run(config(), *arguments, CreditTail(paths), Events())
         thread = threading.Thread(target=asyncio.run, args=(loop,), daemon=True)
         thread.start()
         yield paths, sequencer
@@ -83,7 +73,7 @@ def trained(tmp_path, sampler, settings, *, heldout=(), patch=lambda folders: No
 
 
 def test_groups_that_the_trainer_will_not_use_are_sampled_again(tmp_path):
-    with trained(tmp_path, Sampler(), config()) as (paths, sequencer):
+    with trained(tmp_path) as (paths, sequencer):
         deadline = time.monotonic() + 20
         while audit(paths).committed < PROMPTS * SIBLINGS:
             assert time.monotonic() < deadline
@@ -117,7 +107,7 @@ def test_a_full_file_system_stops_new_samples_and_loses_none(tmp_path, monkeypat
 
         monkeypatch.setattr(folders, "put", put)
 
-    with trained(tmp_path, Sampler(), config(), patch=refuse_thrice) as (paths, sequencer):
+    with trained(tmp_path, refuse_thrice) as (paths, sequencer):
         record = sequencer.next_portion(1, timeout_s=20)
     assert record.guids == [0, 1, 2, 3]
     assert refused[1] - refused[0] >= 0.2  # not hammered

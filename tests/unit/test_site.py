@@ -155,6 +155,14 @@ def test_an_interpreter_is_looked_at(tmp_path):
     assert "is looked up on the nodes, after `setup`" in later[0]
 
 
+def test_an_interpreter_may_greet_before_it_answers(tmp_path):  # O1
+    greeting = r"printf 'Bienvenue sur le r\351seau\n{\"a\": 1}\n'; printf '\351' >&2"
+    python = program(tmp_path / "python", f'{greeting}\n{sys.executable} "$@"; {greeting}')
+    assert look(python=python, packages=["torch"]) == []
+    with pytest.raises(ConfigError, match="has no nowhere"):
+        look(python=python, packages=["nowhere"])
+
+
 def test_an_interpreter_that_lacks_what_its_tasks_import_is_refused(tmp_path, monkeypatch):
     own = metadata.version("relax-hpc")
     for name, has in (("with", "true"), ("without", "false")):

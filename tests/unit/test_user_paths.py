@@ -2,6 +2,7 @@
 
 import os
 import pwd
+import shutil
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,17 @@ def test_a_tilde_without_a_home_is_refused_with_its_key(monkeypatch):  # O6
         known_runs.default_root()
     with pytest.raises(ConfigError, match="you have no home folder here"):
         profiles.folder()
+
+
+def test_a_folder_whose_name_is_no_text_is_refused_in_a_line(refused, job, tmp_path):  # O1
+    odd = Path(os.fsdecode(b"r\xe9sum\xe9"))
+    odd.mkdir()
+    try:
+        shutil.copy("job.toml", odd)
+        os.chdir(odd)
+        said = refused("check", "job.toml", "--local")
+    finally:
+        os.chdir(tmp_path)
+    assert "r\\udce9sum\\udce9: its name is no UTF-8 text" in said and "\n" not in said
+    with pytest.raises(ConfigError, match=r"--set run_root=.*UTF-8 text"):
+        job_file.load(Path("job.toml"), [f"run_root={odd}"])

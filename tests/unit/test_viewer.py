@@ -171,25 +171,6 @@ def test_the_colours_of_three_tokens_by_hand(run):
     assert '<body data-by="version">' in page_of(run, "--by", "version").source
 
 
-def test_a_character_of_several_tokens_is_one_piece_with_its_least_likely_logprob(run):
-    text = "a€b"  # the euro sign is three bytes, and so three tokens
-    row = said(text)
-    logprobs = np.array([0] * 4 + [-1, -2, -5, -3, -4], np.float32)
-    put(run, [row._replace(columns={"rollout_logprobs": logprobs}), said("d", 0, 1)])
-    head = next(RunViewer(run.root).view(GroupQuery(), 9).groups).rows[0].head
-    assert [(token.text, token.logprob) for token in head] == [("a", -1), ("€", -5), ("b", -4)]
-
-
-def test_of_a_long_text_the_first_and_last_tokens_are_shown(run):
-    text = "".join(map(str, range(10)))
-    put(run, [said(text, prompt=text), said("d", 0, 1, prompt=text)])
-    found = page_of(run, "--tokens", "5")
-    assert found.texts[0].endswith("012 [... 5 tokens ...] 89")
-    assert "012 [... 5 tokens ...] 89</pre>" in found.source, "the prompt"
-    assert len(found.articles[0]["classes"]) == 5
-    assert page_of(run, "--tokens", "10").texts[0].endswith(text)
-
-
 # ---------------------------------------------------------------- which are shown
 
 

@@ -68,23 +68,12 @@ def run(tmp_path_factory, tiny_model, listener):
     return run
 
 
-def page_of(run, *, are_whole=False, **asked):
-    """The page; with `are_whole` every response is one token, as some tokenizers have them."""
+def page_of(run, **asked):
     sight = RunViewer(run.root)
     found = sight.view(GroupQuery(**asked), 4000)
     head = output.PageHeader("run", "logprob", found.remarks, sight.solved_at)
-    groups = map(joined, found.groups) if are_whole else found.groups
-    output.write(run.view, head, groups, in_run=True)
+    output.write(run.view, head, found.groups, in_run=True)
     return run.view
-
-
-def joined(group):
-    rows = []
-    for row in group.rows:
-        texts = ["".join(token.text for token in tokens) for tokens in (row.head, row.tail)]
-        head, tail = ([row.head[0]._replace(text=text)] for text in texts)
-        rows.append(row._replace(head=head, tail=tail))
-    return group._replace(rows=rows)
 
 
 def dom(path, tmp_path):
@@ -108,10 +97,7 @@ def answer_of(path, tmp_path):
     return json.loads(html.unescape(re.search("<title>(.*?)</title>", dom(path, tmp_path))[1]))
 
 
-@pytest.mark.parametrize("are_whole", [False, True])
-def test_responses_that_attack_the_page_are_text_and_nothing_is_asked_for(
-    run, tmp_path, listener, are_whole
-):
+def test_responses_that_attack_the_page_are_text_and_nothing_is_asked_for(run, tmp_path, listener):
     url, asked = listener
     script = """{
       title: document.title,
@@ -123,7 +109,7 @@ def test_responses_that_attack_the_page_are_text_and_nothing_is_asked_for(
       long: document.querySelector("#g1 article > pre").textContent.length,
     }"""
     path = tmp_path / "page.html"
-    path.write_text(asks(page_of(run, are_whole=are_whole).read_text(), script))
+    path.write_text(asks(page_of(run).read_text(), script))
     found = answer_of(path, tmp_path)
     texts = [text.format(url=url) for text in RESPONSES]
     texts[6] = "abc\ufffddcb\ufffd \ufffd\ufffd\u2400\u241b[2J\ufffd end"

@@ -123,10 +123,3 @@ def test_a_frame_is_seen_alone_whatever_lies_beside_it():
         for all_of_it, mine in zip(together, alone, strict=True):
             assert (all_of_it[begin // 4 : end // 4] - mine).abs().max() < 1e-6
         begin = end
-
-
-@pytest.mark.parametrize("kind", ["vl", "omni"])
-def test_the_table_of_names_is_the_modules(kind):
-    table = {name: shape for name, (_, shape) in names_of(kind).items()}
-    expected = {name: tuple(p.shape) for name, p in theirs(SHAPE, kind).named_parameters()}
-    assert table == expected
