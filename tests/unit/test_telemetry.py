@@ -88,6 +88,8 @@ def test_half_a_line_of_a_killed_attempt_costs_that_line_only(tmp_path):
 def test_a_step_trained_again_counts_once_with_its_newest_values(run_dir):
     done = history.steps(read_events(run_dir / "events"))
     assert [(e["step"], e["reward/mean"]) for e in done] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    losses = [event("heldout", n, step=2, loss=float(n), num_tokens=1) for n in (1, 2)]
+    assert [e["loss"] for e in history.heldout_losses(losses)] == [2.0]
 
 
 def test_steps_behind_the_one_that_was_resumed_from_count_once_they_are_trained_again(run_dir):
