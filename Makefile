@@ -6,7 +6,7 @@
 # make site    all pages as a site with search, in build/site/index.html; it needs no server
 # make dist    a wheel and an sdist of the last commit, in build/dist
 # make check   lint, types and the direction of imports only
-# make soak    let the bus's roles die in any order, thousands of times; read 10 GB; hostile rewards; a
+# make soak    kill the bus's processes more than a thousand times, wherever that can hurt; read 10 GB; hostile rewards; a
 #              student from random weights
 # make soak-run   end a whole run a hundred times, in every way; its curve is that of one that was left alone; stop
 #              twenty tasks and engines, which are named
