@@ -127,7 +127,7 @@ Network = Annotated[str, AfterValidator(_network)]
 
 
 class LaunchAdvanced(Section):
-    bootstrap: Literal["auto", "mpi", "mpi_job", "files"] = "auto"
+    bootstrap: Literal["auto", "mpi", "mpi_job", "files", "http"] = "auto"
     """How ranks of a component find each other. auto is mpi when `resources.mpi` is set, except for
     engine tasks on one node each, where every task is a separate step. mpi_job: all components
     are one step and one MPI world, so that a rank that dies restarts all of them."""

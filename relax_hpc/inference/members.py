@@ -61,6 +61,8 @@ class Member(NamedTuple):
     """Transport of weights to it, if its pool follows the policy."""
     pool: str = "rollout"
     """Name of the pool in the job: its table is `[engines.NAME]`."""
+    task: str = ""
+    """Start of the task that owns it and hears invitations to weight groups; "" if none does."""
     version: int = -1
     """Policy version that its owner has loaded; -1: none, or the trainer decides."""
 

@@ -321,4 +321,4 @@ def _component(config: JobConfig, role: Role[Any], asked: Place, resources: Reso
     if wanted == "auto":  # who has several steps has no world over them
         is_apart = asked.is_apart and tasks > 1
         wanted = "files" if resources.mpi is None or is_apart else "mpi"
-    return replace(made, bootstrap=wanted)
+    return replace(made, bootstrap="files" if wanted == "http" else wanted)

@@ -308,6 +308,10 @@ class RunPaths:
         """Outcome of a part of an engine over several nodes."""
         return self.control / f"engine-{member}-{part}.json"
 
+    def joined(self, member: str) -> Path:
+        """Answer of an engine's task to an invitation into a weight group."""
+        return self.control / f"joined-{member}.json"
+
     def rendezvous(self, name: str) -> Path:
         """Address at which ranks meet."""
         return self.control / f"rendezvous-{name}.json"

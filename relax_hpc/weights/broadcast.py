@@ -3,6 +3,7 @@
 The communicator is kept between updates, for as long as the set of engines stays the same.
 """
 
+import hashlib
 import itertools
 import time
 import uuid
@@ -17,6 +18,8 @@ from relax_hpc.runtime.comm.orders import PLAN, Order, Task
 from relax_hpc.runtime.comm.torch_group import BroadcastGroup, GroupBackend, open_store
 from relax_hpc.runtime.files.records import write_json
 from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.weights.meeting.http import HttpCarrier
+from relax_hpc.weights.meeting.invitation import Carrier, Invitation, Way, invite
 from relax_hpc.weights.staging import Outgoing, Wait
 from relax_hpc.weights.transport import (
     Delivery,
@@ -52,6 +55,8 @@ class MemberGroup:
         self._config, self._threads, self._taught = config, threads, taught
         self._exchange = Exchange(threads, config.advanced.timeout_s)
         self._is_prepared = False
+        self.ways = dict[str, Way]()
+        """Id -> how the member was invited."""
         self.is_served = False
         """Whether every member received a whole version."""
 
@@ -64,6 +69,9 @@ class MemberGroup:
         backend: GroupBackend,
         threads: ThreadPoolExecutor,
         taught: set[Key],
+        *,
+        carriers: Sequence[Carrier] = (),
+        version: int = 0,
     ) -> "MemberGroup":
         """Joins trainer and members. Engines block while they join, so all are called at once.
 
@@ -76,12 +84,16 @@ class MemberGroup:
         # An engine takes a name once, and outlives trainers.
         name = f"relax-weights-{uuid.uuid4().hex[:8]}"
         offsets = itertools.accumulate((m.num_ranks for m in receivers), initial=1)
-        joins = {
-            member: threads.submit(
-                receiver.init_weights_group, host, store.port, offset, size, name, backend
+        digest = hashlib.sha256(plan.to_json().encode()).hexdigest()
+        invitations = {
+            m: Invitation(
+                m.id, m.task, m.start, name, host, store.port, size, offset, m.num_ranks, backend,
+                digest, version,
             )
-            for (member, receiver), offset in zip(receivers.items(), offsets, strict=False)
-        }
+            for m, offset in zip(receivers, offsets, strict=False)
+        }  # fmt: skip
+        carriers = [*carriers, HttpCarrier(threads)]
+        joins, ways = invite(carriers, receivers, invitations, timeout_s)
         try:
             wire = BroadcastGroup(
                 host, store.port, 0, size, name, backend, store=store, timeout_s=timeout_s
@@ -91,6 +103,7 @@ class MemberGroup:
             late = [member for member, join in joins.items() if not join.done()] or joins
             raise MemberError(dict.fromkeys(late, f"did not join the group: {error}")) from error
         group = cls(receivers, name, wire, config, threads, taught)
+        group.ways = ways
         try:
             _wait_for(joins, timeout_s)
         except MemberError:
@@ -105,7 +118,13 @@ class MemberGroup:
             "name": self.name,
             "world_size": self._group.size,
             "members": [
-                {"id": m.id, "start": m.start, "rank_offset": offset, "num_ranks": m.num_ranks}
+                {
+                    "id": m.id,
+                    "start": m.start,
+                    "rank_offset": offset,
+                    "num_ranks": m.num_ranks,
+                    "invited_by": self.ways.get(m.id),
+                }
                 for m, offset in self._offsets()
             ],
         }
@@ -260,8 +279,10 @@ class CollectiveTransport(JointTransport):
         ranks: TrainerRanks,
         plan: BucketPlan,
         backend: GroupBackend,
+        carriers: Sequence[Carrier] = (),
     ) -> None:
         super().__init__("collective", threads, ranks)
+        self._carriers = carriers
         self._config, self._paths, self._plan, self._backend = config, paths, plan, backend
         self._group: MemberGroup | None = None
         self._taught = set[Key]()
@@ -281,7 +302,7 @@ class CollectiveTransport(JointTransport):
     def send(self, live: Engines, update: Update) -> Receipts:
         if self._group is None:
             with update.timers("join"):
-                self._group = self._form(live)
+                self._group = self._form(live, update.version)
         return self._group.send(update)
 
     def settle(self, outgoing: Outgoing) -> None:
@@ -293,9 +314,16 @@ class CollectiveTransport(JointTransport):
             self._group.close()
             self._group = None
 
-    def _form(self, live: Engines) -> MemberGroup:
+    def _form(self, live: Engines, version: int) -> MemberGroup:
         group = MemberGroup.form(
-            live, self._plan, self._config, self._backend, self._threads, self._taught
+            live,
+            self._plan,
+            self._config,
+            self._backend,
+            self._threads,
+            self._taught,
+            carriers=self._carriers,
+            version=version,
         )
         write_json(self._paths.rendezvous("weights"), group.record())
         return group

@@ -24,6 +24,7 @@ from relax_hpc.runtime.comm.torch_group import GroupBackend
 from relax_hpc.runtime.telemetry.timers import Phase, Timers
 from relax_hpc.weights.broadcast import CollectiveTransport
 from relax_hpc.weights.files import FileTransport, Loaded, Loads
+from relax_hpc.weights.meeting.invitation import Carrier
 from relax_hpc.weights.same_gpu import LaneLink, LaneTransport
 from relax_hpc.weights.staging import Buffers, Gather, Outgoing
 from relax_hpc.weights.transport import (
@@ -83,6 +84,7 @@ class Publisher:
         link: LaneLink | None = None,
         gather: Gather | None = None,
         waits_for_loads: bool = True,
+        carriers: Callable[[ThreadPoolExecutor], Sequence[Carrier]] = lambda _: (),
     ) -> None:
         """Serves the members in `register`, whether or not they are there yet.
 
@@ -98,6 +100,7 @@ class Publisher:
         self._ranks, self._link, self._gather = ranks, link, gather
         self._buffers = link.buffers if link else Buffers(plan, device, count=_BUFFERS)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights")
+        self._carriers = carriers(self._threads)
         self._loads = Loads(register, config.advanced.timeout_s)
         self._waits_for_loads = waits_for_loads
         self._transports = dict[Way, Transport]()
@@ -243,7 +246,9 @@ class Publisher:
             assert self._link
             return LaneTransport(self._link, threads, self._ranks)
         backend: GroupBackend = "nccl" if self._buffers.device.type == "cuda" else "gloo"
-        return CollectiveTransport(config, paths, threads, self._ranks, self._buffers.plan, backend)
+        return CollectiveTransport(
+            config, paths, threads, self._ranks, self._buffers.plan, backend, self._carriers
+        )
 
     def _open(self, live: Iterable[Member]) -> list[Way]:
         """Returns the ways that still have members to serve, fastest first."""

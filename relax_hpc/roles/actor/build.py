@@ -11,6 +11,7 @@ If a rank is killed, Slurm ends the others and the script starts all again
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -51,6 +52,9 @@ from relax_hpc.trainer.megatron.scorer import MegatronScorer
 from relax_hpc.trainer.megatron.trainer import MegatronTrainer
 from relax_hpc.trainer.training_engine import TrainingEngine
 from relax_hpc.weights import quantize
+from relax_hpc.weights.meeting.files import FilesCarrier
+from relax_hpc.weights.meeting.invitation import Carrier
+from relax_hpc.weights.meeting.mpi import MpiCarrier
 from relax_hpc.weights.publish import Publisher
 from relax_hpc.weights.pull_snapshot import SnapshotPublisher
 from relax_hpc.weights.quantize import Quantizer
@@ -85,7 +89,9 @@ def main(rank: ModelRank[RunConfig]) -> None:
         publisher: Publications = (
             publishing.snapshots(paths)
             if config.launch.layout == "separate"
-            else publishing.publisher(register, waits_for_loads=shares_gpus)
+            else publishing.publisher(
+                register, waits_for_loads=shares_gpus, carriers=partial(_carriers, config, paths)
+            )
         )
         tell_others = Turns(world).tell
         last = LastPolicy(config, paths, publisher, tell_others)
@@ -198,11 +204,18 @@ class Publishing:
         snapshots = SnapshotWriter(folder, specs, world, source, quantizer=quantizer)
         self.ranks = TrainerRanks(world, snapshots, self._others())
 
-    def publisher(self, register: EngineRegistry, *, waits_for_loads: bool) -> Publisher:
+    def publisher(
+        self,
+        register: EngineRegistry,
+        *,
+        waits_for_loads: bool,
+        carriers: Callable[[ThreadPoolExecutor], Sequence[Carrier]] = lambda _: (),
+    ) -> Publisher:
         """Returns rank 0's publisher to the members in `register`.
 
         Args:
             waits_for_loads: as in `Publisher`.
+            carriers: of invitations, fastest first.
         """
         return Publisher(
             self._config,
@@ -213,6 +226,7 @@ class Publishing:
             gather=self._gather,
             link=self._link,
             waits_for_loads=waits_for_loads,
+            carriers=carriers,
         )
 
     def snapshots(self, paths: RunPaths) -> SnapshotPublisher:
@@ -231,6 +245,16 @@ def register_of(config: RunConfig, paths: RunPaths) -> EngineRegistry:
         lambda: [*config.rollout_engines, *extras()],
         partial(_connect, config, RunSecret.read(paths.secret)),
     )
+
+
+def _carriers(config: RunConfig, paths: RunPaths, threads: ThreadPoolExecutor) -> list[Carrier]:
+    match config.launch.advanced.bootstrap:
+        case "http":
+            return []
+        case "files":
+            return [FilesCarrier(paths, threads, config.weights.advanced.timeout_s)]
+        case _:
+            return [MpiCarrier(paths, RunSecret.read(paths.secret))]
 
 
 def _lease(rank: ModelRank[RunConfig], register: EngineRegistry) -> Lease:

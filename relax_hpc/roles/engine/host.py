@@ -16,11 +16,11 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from relax_hpc.config.engines import ROLLOUT, EnginePool, follows_policy
 from relax_hpc.config.rollout import TransportName
@@ -36,11 +36,13 @@ from relax_hpc.inference.spec import ALONE, EngineSpec, NodeShare
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.runtime import heartbeat
 from relax_hpc.runtime.comm.address import hold_port, node_address, with_port
+from relax_hpc.runtime.comm.mpi_door import find_launcher
 from relax_hpc.runtime.files.records import read_json, write_json
 from relax_hpc.runtime.files.run_secret import RunSecret
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry.events import EventWriter
 from relax_hpc.sections import PassThrough
+from relax_hpc.weights.meeting.attendant import Attendant
 from relax_hpc.weights.pull_snapshot import Puller
 
 log = logging.getLogger(__name__)
@@ -65,6 +67,21 @@ class EngineSlot(NamedTuple):
     """Part of an engine over several nodes; 0 is its host."""
 
 
+Attendance = Literal["mpi", "files", "none"]
+
+
+def attendance(config: RunConfig) -> Attendance:
+    """Returns how tasks with engines hear invitations."""
+    bootstrap = config.launch.advanced.bootstrap
+    if bootstrap == "files":
+        return "files"
+    return "mpi" if bootstrap != "http" and find_launcher() else "none"
+
+
+def task_name(context: TaskContext) -> str:
+    return f"{context.name}/{context.attempt}-{context.start}"
+
+
 @dataclass(frozen=True, slots=True)
 class Hosting:
     """The settings for keeping one engine of a pool."""
@@ -80,6 +97,8 @@ class Hosting:
     transport: TransportName
     recomputes: bool
     """Whether an update drops the key-value cache."""
+    attends: Attendance = "none"
+    """How its task hears invitations into weight groups."""
     loads_itself: bool = False
     """Whether its task, not the trainer, has it load the newest snapshot."""
     update_timeout_s: float = math.inf
@@ -122,6 +141,7 @@ def hosting_of(
         peer_timeout_s=config.launch.advanced.peer_timeout_s,
         transport=transport or config.weights.transport,
         recomputes=follows and config.weights.advanced.kv_cache == "recompute",
+        attends=attendance(config) if follows else "none",
         loads_itself=follows and config.launch.layout == "separate",
         update_timeout_s=config.weights.advanced.timeout_s,
     )
@@ -318,6 +338,32 @@ class EngineHost:
         """Starts a stop, so that several engines stop concurrently; leaving the context waits for
         it."""
         self._stopping.set()
+
+    @property
+    def id(self) -> str:
+        return self._slot.id
+
+    @property
+    def attends(self) -> Attendance:
+        return self._hosting.attends
+
+    def attendant(
+        self, way: Literal["mpi", "files"], client: Callable[[str, str], EngineClient]
+    ) -> Attendant:
+        """Returns one for all engines of the task."""
+        return Attendant(self._paths, task_name(self._context), self._secret, way, client)
+
+    def client(self, start: str) -> EngineClient:
+        """Returns a client of a start of the engine.
+
+        Raises:
+            EngineError: that start is over, or not healthy.
+        """
+        member = self._member
+        if member.start != start or not member.url:
+            raise EngineError(f"start {start} of {member.id} is over, or not yet there")
+        timeout_s = self._hosting.update_timeout_s
+        return EngineClient(member.url, self.token, timeout_s=timeout_s)
 
     @property
     def token(self) -> str:
@@ -558,6 +604,7 @@ class EngineHost:
             transport=hosting.transport,
             lane=lane,
             pool=self._spec.pool,
+            task="" if hosting.attends == "none" else task_name(context),
         )
 
     def _announce(self, state: State, reason: str = "") -> None:
@@ -587,11 +634,29 @@ def hold_engines(made: Iterable[EngineHost]) -> Iterator[list[EngineHost]]:
     """Starts all engines concurrently, and stops them likewise."""
     with ExitStack() as stack:
         hosts = [stack.enter_context(host) for host in made]
+        stack.enter_context(attend(hosts))
         try:
             yield hosts
         finally:
             for host in hosts:
                 host.ask_to_stop()
+
+
+@contextmanager
+def attend(hosts: Sequence[EngineHost]) -> Iterator[None]:
+    """Hears invitations into weight groups for these engines of one task during the block."""
+    if not hosts or (way := hosts[0].attends) == "none":
+        yield
+        return
+    by_id = {host.id: host for host in hosts}
+
+    def client(member: str, start: str) -> EngineClient:
+        if member not in by_id:
+            raise EngineError(f"is no engine of this task, but {', '.join(by_id)} are")
+        return by_id[member].client(start)
+
+    with hosts[0].attendant(way, client):
+        yield
 
 
 async def _beat() -> None:

@@ -94,7 +94,7 @@ def main_of_added(
     slot = EngineSlot(context.name, number=number, local_index=context.local_rank)
     hosting = hosting_of(config, slot, transport=context.transport)
     told = heartbeat.phase("engines", waits=True)
-    with told, EngineHost(hosting, paths, context, events) as host:
+    with told, hold_engines([EngineHost(hosting, paths, context, events)]) as (host,):
         drain_s = _serve(paths, slot.id, ended)
         host.drain()
         started = time.monotonic()

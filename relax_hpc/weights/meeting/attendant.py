@@ -1,0 +1,118 @@
+"""Hears the trainer's invitations in a task that owns engines, and has these join."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, Self
+
+from relax_hpc.errors import EngineError
+from relax_hpc.inference.client import EngineClient
+from relax_hpc.runtime.comm.mpi_door import DoorProcess
+from relax_hpc.runtime.files.records import follow, read_json, write_json
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.weights.meeting.http import join
+from relax_hpc.weights.meeting.invitation import Invitation, Joined
+from relax_hpc.weights.meeting.mpi import PURPOSE
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.25
+_TRIES = 3
+
+
+class Attendant:
+    """A thread of the task. A context manager."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        task: str,
+        secret: RunSecret,
+        way: Literal["mpi", "files"],
+        client: Callable[[str, str], EngineClient],
+    ) -> None:
+        """Starts to listen with the context.
+
+        Args:
+            task: name of this start of the task, `Member.task` of its engines.
+            client: calls an engine by id and start; raises EngineError if that start is over.
+        """
+        self._task, self._client = task, client
+        record = paths.rendezvous(f"weights-{way}")
+        self._paths, self._call = paths, follow(record, lambda: read_json(record))
+        self._key = secret.derive(PURPOSE)
+        self._threads = ThreadPoolExecutor(64, thread_name_prefix="joins")
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(
+            target=self._await_calls if way == "mpi" else self._read_invitations,
+            name="attendant",
+            daemon=True,
+        )
+        self._door = self._open() if way == "mpi" else None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        self._thread.join()
+        self._threads.shutdown(wait=False)
+        if self._door:
+            self._door.close()
+
+    def _await_calls(self) -> None:
+        answered, tries = "", 0
+        while not self._stopping.wait(_LOOK_S):
+            call = self._call()
+            is_linked = self._door is not None and bool(self._door.links)
+            if not call or self._task not in call["awaits"]:
+                continue
+            if call["serial"] == answered and (is_linked or tries == _TRIES):
+                continue
+            tries = tries + 1 if call["serial"] == answered else 1
+            answered = call["serial"]
+            self._come(call["port"])
+
+    def _read_invitations(self) -> None:
+        seen = ""
+        while not self._stopping.wait(_LOOK_S):
+            record = self._call()
+            for each in record["invitations"] if record else ():
+                if each["task"] == self._task and each["group"] != seen:
+                    self._threads.submit(self._join, Invitation.of_json(each), self._write)
+            seen = record["invitations"][0]["group"] if record else ""
+
+    def _write(self, answer: Joined) -> None:
+        write_json(self._paths.joined(answer.id), answer._asdict())
+
+    def _open(self) -> DoorProcess:
+        return DoorProcess(self._task, self._key, self._hear)
+
+    def _come(self, port: str) -> None:
+        assert self._door
+        if self._door.problem and self._door.library:  # it was there, and has died
+            self._door = self._open()
+        begin = time.monotonic()
+        if failed := self._door.call(port):
+            log.warning("MPI: the trainer did not let this task in: %s", failed)
+        else:
+            log.info("MPI: linked to the trainer after %.3f s", time.monotonic() - begin)
+
+    def _hear(self, trainer: str, message: dict[str, Any]) -> None:
+        def answer(joined: Joined) -> None:
+            assert self._door
+            self._door.send(trainer, joined._asdict())
+
+        self._threads.submit(self._join, Invitation.of_json(message), answer)
+
+    def _join(self, asked: Invitation, answer: Callable[[Joined], None]) -> None:
+        error = ""
+        try:
+            join(self._client(asked.id, asked.start), asked)
+        except EngineError as failed:
+            error = str(failed)[:1000]
+        answer(Joined(asked.id, asked.start, asked.group, error))
