@@ -289,6 +289,8 @@ class DoorProcess:
 
     def accept(self, names: Collection[str]) -> str:
         """Lets these in from now on, and gives up links to others. Returns the port."""
+        with self._changed:
+            self._links &= set(names)
         self._tell(accept=sorted(names))
         return self._port if self._wait(lambda: self._port, _START_S) else ""
 
