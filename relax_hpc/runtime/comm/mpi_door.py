@@ -40,12 +40,12 @@ ROOM = FRAME - _HEAD.size
 _TAG = 4711
 _ACCEPT_S = 1
 """MPICH takes whole seconds."""
-_CONNECT_S = 2
+_CONNECT_S = 10
 _HANDSHAKE_S = 5.0
 _START_S = 20.0
 _IDLE_S = 0.01
-_HEAD_START_S = 0.2
-"""Of a handshake before MPI spins for another one."""
+_HEAD_START_S = 0.05
+"""Of handshakes before MPI spins for the next one."""
 
 
 class LinkError(ConnectionError):
@@ -154,17 +154,16 @@ class Door:
         self._expected: set[str] = set()
         self._links = dict[str, Link]()
         self._meetings: list[tuple[Link, Generator[None, None, dict[str, Any]]]] = []
-        self._buffer, self._greeted = b"", 0.0
+        self._buffer = b""
 
     def run(self) -> None:
         """Returns when the parent has closed its end."""
         while self._hear():
-            if (
-                self._expected - self._links.keys()
-                and time.monotonic() > self._greeted + _HEAD_START_S
-            ):
+            if len(self._expected - self._links.keys()) > len(self._meetings):
                 self._accept()
-            self._meet()
+            deadline = time.monotonic() + _HEAD_START_S
+            while self._meetings and time.monotonic() < deadline:
+                self._meet()
             for name, link in list(self._links.items()):
                 self._guard(name, lambda name=name, link=link: self._pass_on(name, link))
 
@@ -213,7 +212,7 @@ class Door:
 
     def _greet(self, comm: Any, is_server: bool) -> None:  # noqa: ANN401
         comm.Set_errhandler(self._mpi.ERRORS_RETURN)
-        link, self._greeted = Link(comm, 0), time.monotonic()
+        link = Link(comm, 0)
         self._meetings.append((link, link.prove(self._key, self._name, is_server=is_server)))
 
     def _meet(self) -> None:
@@ -379,7 +378,7 @@ def _environment(launcher: str) -> dict[str, str]:
     }
     library = Path(launcher).resolve().parent.parent / "lib" / "libmpi.so.12"
     if library.exists():
-        kept.setdefault("MPI4PY_LIBMPI", str(library))
+        kept["MPI4PY_LIBMPI"] = str(library)  # not that of this process, if it is a rank
     interface = kept.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if interface and interface != "lo":
         kept.setdefault("UCX_NET_DEVICES", interface)

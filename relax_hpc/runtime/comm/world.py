@@ -12,8 +12,10 @@ thread and a few seconds to prove itself, so silent strangers delay nobody; once
 nothing listens.
 """
 
+import ctypes
 import hashlib
 import hmac
+import os
 import pickle
 import secrets
 import socket
@@ -103,6 +105,7 @@ class MpiWorld:
         cls, expected_size: int, role: str | None = None, *, timeout_s: float = 300
     ) -> Self:
         """Returns COMM_WORLD of the Slurm step, or its ranks with the same `role`."""
+        _choose_library()
         from mpi4py import MPI  # initialises MPI: only ranks of an MPI step may import it
 
         comm: MPI.Comm = MPI.COMM_WORLD
@@ -187,6 +190,15 @@ class MpiWorld:
         return int(status.Get_source())
 
 
+def _choose_library() -> None:
+    """Takes Open MPI where Slurm speaks PMIx, which MPICH's wheel in the environment does not."""
+    if "PMIX_NAMESPACE" in os.environ and "MPI4PY_LIBMPI" not in os.environ:
+        with suppress(OSError):
+            ctypes.CDLL(_OPEN_MPI)
+            os.environ["MPI4PY_LIBMPI"] = _OPEN_MPI
+
+
+_OPEN_MPI = "libmpi.so.40"
 _NONCE, _MAC = 32, 32
 _HELLO = struct.Struct(f">Q{_NONCE}s")
 """Rank of the connecting process, and its nonce."""

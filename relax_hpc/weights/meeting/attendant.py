@@ -19,8 +19,7 @@ from relax_hpc.weights.meeting.mpi import PURPOSE
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.25
-_TRIES = 3
+_LOOK_S, _LINKED_LOOK_S = 0.25, 1.0
 
 
 class Attendant:
@@ -65,17 +64,13 @@ class Attendant:
             self._door.close()
 
     def _await_calls(self) -> None:
-        answered, tries = "", 0
-        while not self._stopping.wait(_LOOK_S):
+        assert self._door
+        answered = ""
+        while not self._stopping.wait(_LINKED_LOOK_S if self._door.links else _LOOK_S):
             call = self._call()
-            is_linked = self._door is not None and bool(self._door.links)
-            if not call or self._task not in call["awaits"]:
-                continue
-            if call["serial"] == answered and (is_linked or tries == _TRIES):
-                continue
-            tries = tries + 1 if call["serial"] == answered else 1
-            answered = call["serial"]
-            self._come(call["port"])
+            if call and self._task in call["awaits"] and call["round"] != answered:
+                answered = call["round"]
+                self._come(call["port"])
 
     def _read_invitations(self) -> None:
         seen = ""
@@ -93,7 +88,7 @@ class Attendant:
         return DoorProcess(self._task, self._key, self._hear)
 
     def _come(self, port: str) -> None:
-        assert self._door
+        assert self._door is not None
         if self._door.problem and self._door.library:  # it was there, and has died
             self._door = self._open()
         begin = time.monotonic()
