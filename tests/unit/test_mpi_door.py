@@ -195,10 +195,15 @@ def test_strangers_cost_those_who_are_expected_nothing(doors):
         each.close()
 
 
-def test_a_door_whose_parent_has_gone_ends(doors):
-    door = doors("trainer")
-    door.accept([])
+@pytest.mark.parametrize("order", [{"accept": []}, {"accept": ["nobody"]}, {"call": "no port"}])
+def test_a_door_whose_parent_has_gone_ends(doors, order):
+    door, other = doors("trainer"), doors("other")
+    if "call" in order:  # a port at which nobody accepts
+        order = {"call": other.accept([])}
+    door._tell(**order)
+    time.sleep(1)
     below = children(door)
+    assert below
     door._process.stdin.close()
     psutil.wait_procs(below, timeout=20)
     assert not [each for each in below if each.is_running()]

@@ -13,9 +13,10 @@ import hmac
 import json
 import logging
 import os
+import queue
 import secrets
-import select
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -24,7 +25,7 @@ import time
 from collections.abc import Callable, Collection, Generator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from relax_hpc.runtime.files.run_secret import derive
 from relax_hpc.runtime.process import without_mpi
@@ -154,11 +155,12 @@ class Door:
         self._expected: set[str] = set()
         self._links = dict[str, Link]()
         self._meetings: list[tuple[Link, Generator[None, None, dict[str, Any]]]] = []
-        self._buffer = b""
+        self._orders = queue.Queue[dict[str, Any]]()
 
-    def run(self) -> None:
-        """Returns when the parent has closed its end."""
-        while self._hear():
+    def run(self) -> NoReturn:
+        threading.Thread(target=self._listen, daemon=True).start()
+        while True:
+            self._hear()
             if len(self._expected - self._links.keys()) > len(self._meetings):
                 self._accept()
             deadline = time.monotonic() + _HEAD_START_S
@@ -167,15 +169,17 @@ class Door:
             for name, link in list(self._links.items()):
                 self._guard(name, lambda name=name, link=link: self._pass_on(name, link))
 
-    def _hear(self) -> bool:
-        ready, _, _ = select.select([0], [], [], 0 if self._meetings else _IDLE_S)
-        if not ready:
-            return True
-        got = os.read(0, 1 << 16)
-        *lines, self._buffer = (self._buffer + got).split(b"\n")
-        for line in lines:
-            self._obey(json.loads(line))
-        return bool(got)
+    def _hear(self) -> None:
+        with suppress(queue.Empty):
+            self._obey(self._orders.get(timeout=0 if self._meetings else _IDLE_S))
+            while True:
+                self._obey(self._orders.get_nowait())
+
+    def _listen(self) -> None:
+        """Ends this process with its parent, even from within a call of MPI."""
+        for line in sys.stdin.buffer:
+            self._orders.put(json.loads(line))
+        os._exit(0)  # MPI's finalize could wait for the dead
 
     def _obey(self, order: dict[str, Any]) -> None:
         match order:
@@ -314,7 +318,8 @@ class DoorProcess:
         if self.problem:
             return
         self.problem = "it was closed"
-        self._process.kill()  # its child ends with its input
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _tell(self, **order: object) -> None:
@@ -387,14 +392,10 @@ def _environment(launcher: str) -> dict[str, str]:
 
 
 def main() -> None:
-    first = b""
-    while not first.endswith(b"\n"):
-        first += os.read(0, 1)
-    start = json.loads(first)
+    start = json.loads(sys.stdin.buffer.readline())
     door = Door(bytes.fromhex(start["key"]), start["name"])
     say(library=door.library)
     door.run()
-    os._exit(0)  # MPI's finalize could wait for the dead
 
 
 if __name__ == "__main__":
