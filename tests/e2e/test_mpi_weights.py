@@ -1,4 +1,4 @@
-"""The communicator of weights comes about by MPI: engines of the job, restarted ones, added ones."""
+"""The communicator of weights comes about by MPI: for engines of the job, restarted and added."""
 
 import json
 import signal
