@@ -309,6 +309,7 @@ def _of_rl(done: dict[str, Any]) -> list[tuple[str, str]]:
         *_reward_errors(done.get("heldout_reward_errors"), " held-out"),
         ("staleness", f"{done['max_staleness_seen']} at most"),
         ("weights", _weights(done["weight_versions"], done.get("engines_removed", ()))),
+        *([("joined by", done["engines_joined_by"])] if done.get("engines_joined_by") else []),
         ("checksums", {True: "equal", False: "DIFFER", None: "not compared yet"}[
             done["checksums_equal"]]),
     ]  # fmt: skip

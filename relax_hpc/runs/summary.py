@@ -146,6 +146,7 @@ def sum_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> dict[
         "max_staleness_seen": max([counts.max_staleness, *seen]),
         "weight_versions": (versions := _weight_versions(events)),
         "engines_removed": _list_removed(paths, config, versions),
+        "engines_joined_by": _describe_joins(events),
         "checksums_equal": _checksums_equal(events),
         "last_reward": last.get("reward/mean") if last else None,
         "reward_errors": _reward_errors(events, heldout=False),
@@ -330,6 +331,13 @@ def _weight_versions(events: Sequence[Event]) -> dict[str, int]:
         if event["event"] in ("publish", "loaded", "verify"):
             versions |= dict.fromkeys(event["members"], event["version"])
     return versions
+
+
+def _describe_joins(events: Sequence[Event]) -> str:
+    """Says how engines joined the newest group of weights; "" if none was formed."""
+    formed = [event["invited"] for event in events if event.get("invited")]
+    ways = sorted(set(formed[-1].values())) if formed else []
+    return ", ".join(way.replace("mpi", "MPI").replace("http", "HTTP") for way in ways)
 
 
 def _list_removed(paths: RunPaths, config: JobConfig, versions: Mapping[str, int]) -> list[str]:

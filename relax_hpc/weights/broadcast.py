@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.inference.members import Engines, Key, Member
@@ -19,7 +20,7 @@ from relax_hpc.runtime.comm.torch_group import BroadcastGroup, GroupBackend, ope
 from relax_hpc.runtime.files.records import write_json
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.weights.meeting.http import HttpCarrier
-from relax_hpc.weights.meeting.invitation import Carrier, Invitation, Way, invite
+from relax_hpc.weights.meeting.invitation import Carrier, Invitation, invite
 from relax_hpc.weights.staging import Outgoing, Wait
 from relax_hpc.weights.transport import (
     Delivery,
@@ -55,8 +56,8 @@ class MemberGroup:
         self._config, self._threads, self._taught = config, threads, taught
         self._exchange = Exchange(threads, config.advanced.timeout_s)
         self._is_prepared = False
-        self.ways = dict[str, Way]()
-        """Id -> how the member was invited."""
+        self.ways = dict[str, str]()
+        """Id -> how the member was invited, and why not better."""
         self.is_served = False
         """Whether every member received a whole version."""
 
@@ -297,7 +298,10 @@ class CollectiveTransport(JointTransport):
             self.close()
         if self._group is None and update.outgoing.skipped:  # somebody has gone since it was staged
             return Delivery()
-        return super().deliver(live, update)
+        before, delivery = self._group, super().deliver(live, update)
+        if self._group is None or self._group is before:
+            return delivery
+        return replace(delivery, invited=self._group.ways)
 
     def send(self, live: Engines, update: Update) -> Receipts:
         if self._group is None:

@@ -6,7 +6,7 @@ undefined weights. It is fenced, that is left out and never resumed, until it st
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import methodcaller
 from typing import NamedTuple
@@ -66,6 +66,8 @@ class Published(NamedTuple):
     error: str = ""
     """Reason why no engine can be served in this way at present."""
     phases: Sequence[Phase] = ()
+    invited: Mapping[str, str] = {}
+    """Member -> how it was invited into the group, if that was formed now, and why not better."""
     loading: Sequence[str] = ()
     """Members that have begun to load by themselves; see `Publisher.take_ended_loads`."""
 
@@ -171,6 +173,7 @@ class Publisher:
             transport=way,
             error=error,
             phases=timers.phases,
+            invited=delivery.invited if delivery else {},
             loading=sorted(member.id for member in begun),
         )
 

@@ -307,6 +307,8 @@ class Delivery:
     """Receipts of members that take a version in one call."""
     sent: SentDigests = field(default_factory=SentDigests)
     """The digests to compare `receipts` with."""
+    invited: Mapping[str, str] = field(default_factory=dict)
+    """Member id -> how it was invited into a group that was formed for this version."""
     resumed: bool = False
     """Whether members in `taken` have resumed already."""
     begun: Sequence[Member] = ()

@@ -338,6 +338,7 @@ EVENTS: dict[str, EventKind] = {
             "members": "who has it",
             "fenced": "who failed",
             "again": "whether others are still to get it",
+            "invited": "where a group was formed: how each engine was asked into it",
             "loading": "who has begun to load it from files",
             "num_bytes": "",
             "pause_seconds": "",

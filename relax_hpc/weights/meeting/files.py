@@ -15,6 +15,7 @@ _POLL_S = 0.1
 
 class FilesCarrier:
     way: Way = "files"
+    problem = ""
 
     def __init__(self, paths: RunPaths, threads: ThreadPoolExecutor, timeout_s: float) -> None:
         self._paths, self._threads, self._timeout_s = paths, threads, timeout_s

@@ -10,6 +10,7 @@ from relax_hpc.weights.meeting.invitation import Invitation, Joins, Way
 
 class HttpCarrier:
     way: Way = "http"
+    problem = ""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self._threads = threads

@@ -66,6 +66,11 @@ class Carrier(Protocol):
         """Asks all at once. A join ends when its engine has joined, with `EngineError` if not."""
         ...
 
+    @property
+    def problem(self) -> str:
+        """Returns why it reaches nobody; "" if it does."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -74,11 +79,11 @@ def invite(
     engines: Engines,
     invitations: Mapping[Member, Invitation],
     timeout_s: float,
-) -> tuple[Joins, dict[str, Way]]:
+) -> tuple[Joins, dict[str, str]]:
     """Invites each engine by the first carrier that reaches it.
 
     Returns:
-        The joins, and how each engine was invited, by id.
+        The joins, and how each engine was invited, by id, and why not better.
     """
     ways = dict[Member, Carrier]()
     for carrier in carriers:
@@ -88,4 +93,8 @@ def invite(
     for carrier in carriers:
         own = {member: asked for member, asked in invitations.items() if ways[member] is carrier}
         joins |= carrier.invite(engines, own) if own else {}
-    return joins, {member.id: carrier.way for member, carrier in ways.items()}
+    why = "; ".join(carrier.problem for carrier in carriers if carrier.problem)
+    return joins, {
+        member.id: carrier.way if carrier is carriers[0] or not why else f"{carrier.way} ({why})"
+        for member, carrier in ways.items()
+    }
