@@ -128,9 +128,11 @@ Network = Annotated[str, AfterValidator(_network)]
 
 class LaunchAdvanced(Section):
     bootstrap: Literal["auto", "mpi", "mpi_job", "files", "http"] = "auto"
-    """How ranks of a component find each other. auto is mpi when `resources.mpi` is set, except for
-    engine tasks on one node each, where every task is a separate step. mpi_job: all components
-    are one step and one MPI world, so that a rank that dies restarts all of them."""
+    """How ranks of a component find each other, and how engines are asked into the group that gets
+    weights. auto: ranks by MPI when `resources.mpi` is set, except for engine tasks on one node
+    each, where every task is a separate step; engines by MPI where MPICH is installed, else by
+    HTTP. files, http: engines in that way, ranks by the run directory. mpi_job: all components are
+    one step and one MPI world, so that a rank that dies restarts all of them."""
     idle_s: Positive = 300
     """With layout separate, seconds without work before a side gives its nodes back; it restarts
     when the other side has work for it."""

@@ -30,6 +30,7 @@ from relax_hpc.roles.training.check import (
     check_rate,
 )
 from relax_hpc.runtime import hardware, kernel_cache
+from relax_hpc.runtime.comm.mpi_door import MISSING, find_launcher
 from relax_hpc.runtime.files import permissions, user_files
 from relax_hpc.runtime.files.records import sync
 from relax_hpc.runtime.text import is_utf8
@@ -117,6 +118,7 @@ def check(
     else:
         check_gpus(components, lacks)
     check_kernel_cache(config, components, say)
+    tell_meeting(config, say)
     tell_engines(config, components, say)
     return config
 
@@ -196,6 +198,19 @@ def check_gpus(components: Sequence[Component], lacks: Say = interpreter.refuse)
             f"{said}: {asked} GPUs of this machine, where the run is to be, and it shows {found}; "
             "ask for fewer (0 computes on CPUs), or start the run with Slurm"
         )
+
+
+def tell_meeting(config: JobConfig, say: Say = _silent) -> None:
+    """Says how engines will be asked into the group that gets weights, and why not by MPI."""
+    if not isinstance(config, RunConfig) or config.weights.transport != "collective":
+        return
+    bootstrap = config.launch.advanced.bootstrap
+    if bootstrap in ("files", "http"):
+        say(f"weights: engines join by {bootstrap} (launch.advanced.bootstrap)")
+    elif launcher := find_launcher():
+        say(f"weights: engines join by MPI, with MPICH of {Path(launcher[0]).parent}")
+    else:
+        say(f"weights: engines join by HTTP: {MISSING}, here at least")
 
 
 def check_kernel_cache(

@@ -49,6 +49,9 @@ _HEAD_START_S = 0.05
 """Of handshakes before MPI spins for the next one."""
 
 
+MISSING = "MPICH is not installed (pip install 'relax-hpc[mpi]')"
+
+
 class LinkError(ConnectionError):
     """The other end is gone, or a stranger."""
 
@@ -274,7 +277,7 @@ class DoorProcess:
         self._port, self._links, self._failed = "", set[str](), ""
         launcher = find_launcher()
         if launcher is None:
-            self.problem = "MPICH is not installed (pip install 'relax-hpc[mpi]')"
+            self.problem = MISSING
             return
         self._process = subprocess.Popen(
             [*launcher, sys.executable, "-P", "-m", __name__],
