@@ -16,8 +16,9 @@ from typing import Any
 
 from relax_hpc.config import job_file
 from relax_hpc.errors import ConfigError, PeerTimeoutError, show
-from relax_hpc.launch import known_runs
+from relax_hpc.launch import known_runs, record
 from relax_hpc.launch import submit as launching
+from relax_hpc.launch.slurm import ComponentJob, RunJob
 from relax_hpc.runs import cancel as cancelling
 from relax_hpc.runs import resume as resuming
 from relax_hpc.runs import status as run_status
@@ -123,6 +124,24 @@ class Run:
             time.sleep(_POLL_S)
         return self.status()
 
+    def jobs(self) -> dict[str, ComponentJob]:
+        """Returns each component of the newest launch as a job of submitit.
+
+        Raises:
+            ConfigError: it was not started by Slurm.
+        """
+        launched = record.read(self.run_dir)
+        if launched.mode != "slurm":
+            raise ConfigError(f"{self.run_dir}: runs without Slurm, so it has no jobs of submitit")
+        return {
+            each.name: ComponentJob(each.folder, each.job_id, range(each.tasks))
+            for each in launched.components
+        }
+
+    def job(self) -> RunJob:
+        """Returns the newest launch as one job of submitit, whose tasks are the components."""
+        return RunJob(list(self.jobs().values()))
+
     def cancel(self) -> None:
         """Ends every job that the run started, and nothing else.
 
@@ -169,6 +188,9 @@ def submit(job: str | os.PathLike[str], *, local: bool = False, **changes: objec
     config = known_runs.below_default_root(job_file.load(_file_of(job), _overrides(changes)))
     with permissions.set_umask(_OURS):
         return Run(launching.submit(config, local=local, say=log.info).run_dir)
+
+
+submit.starts_run = True  # type: ignore[attr-defined]  # for submitit's AutoExecutor
 
 
 def _file_of(job: str | os.PathLike[str]) -> Path:

@@ -5,8 +5,22 @@ import signal
 
 import psutil
 import pytest
-from e2e_runs import cli, events_of, has_done, hurry, is_over, sized, submit, unhurried, wait_until
+import submitit
+from e2e_runs import (
+    REPOSITORY,
+    cli,
+    events_of,
+    has_done,
+    hurry,
+    is_over,
+    sized,
+    status,
+    submit,
+    unhurried,
+    wait_until,
+)
 
+import relax_hpc
 from relax_hpc.runtime.paths import RunPaths
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("slurm_cluster")]
@@ -66,3 +80,18 @@ def test_engines_join_by_it_again_whoever_dies_and_an_added_one_does(tiny, tmp_p
     starts = {(e["role"], e["start"]) for e in events_of(run_dir, event="start")}
     assert starts == {("rollout", 1), ("rollout", 2), ("actor", 1), ("actor", 2), ("extra", 1)}
     assert not doors_of(run_dir)
+
+
+def test_a_run_is_driven_through_submitit_alone(tiny, tmp_path):
+    executor = submitit.AutoExecutor(tmp_path / "folder", cluster="hetslurm")
+    settings = sized(tmp_path, 3, 8, 4, 8) | {
+        "name": "driven",
+        "launch.profile": "local",
+        "model.path": str(tiny / "model"),
+        "prompts.train": f"{tiny}/train.jsonl[0:512]",
+        "eval.heldout.path": str(tiny / "heldout.jsonl"),
+    }
+    job = executor.submit(relax_hpc.submit, REPOSITORY / "jobs" / "demo.toml", **settings)
+    assert [job.task(k).paths.folder.name for k in range(job.num_tasks)] == ["rollout", "actor"]
+    assert job.results() == ["COMPLETED", "COMPLETED"] and job.state == "COMPLETED"
+    assert status(tmp_path / "driven")["progress"]["steps_done"] == 3
