@@ -30,7 +30,7 @@ COLUMN_WRITERS: dict[ColumnWriter, int] = {
     "teacher_7": 14,
     "teacher_8": 15,
 }
-"""Their numbers in the records of a log. Each is given once; 1, 2, 4, 6 and 7 have been."""
+"""Numbers of writers in the records of a log. Each is given once; 1, 2, 4, 6 and 7 have been."""
 
 TEACHERS: tuple[ColumnWriter, ...] = tuple(
     role for role in COLUMN_WRITERS if role.startswith("teacher")

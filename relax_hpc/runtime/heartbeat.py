@@ -36,7 +36,7 @@ class Beat(NamedTuple):
     """Seconds that may pass before the next beat."""
     step: int
     phase: str
-    """Its name, or what the task said that it does in it."""
+    """Name, or what the task said that it does in it."""
     began: float
     """time.monotonic() when that began."""
     waits: bool

@@ -46,7 +46,7 @@ _HANDSHAKE_S = 5.0
 _START_S = 20.0
 _IDLE_S = 0.01
 _HEAD_START_S = 0.05
-"""Of handshakes before MPI spins for the next one."""
+"""Time for handshakes before MPI spins for the next one."""
 
 
 MISSING = "MPICH is not installed (pip install 'relax-hpc[mpi]')"

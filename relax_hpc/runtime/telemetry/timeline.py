@@ -238,7 +238,7 @@ class Timeline(NamedTuple):
     pauses: dict[str, list[Phase]]
     """Weight updates by engine."""
     waits: list[Event]
-    """Of these steps."""
+    """Events of these steps that say why rollout waited."""
     start: Start | None = None
     """The start before the first of these steps, if any."""
     clocks: Mapping[str, float] = MappingProxyType({})

@@ -15,7 +15,7 @@ from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.weights.meeting.invitation import Invitation, Joined, Joins, Way
 
 PURPOSE = "meeting"
-"""Of the key."""
+"""Purpose of the key."""
 _LINK_S = 3.0
 """Longest wait for a few tasks that have announced that they come."""
 _LINKS_S = 20.0
@@ -50,7 +50,7 @@ class MpiCarrier:
 
     @property
     def _most(self) -> int:
-        """Those let in at once. A port of MPICH 5.0 dies of two that connect at the same time."""
+        """Returns how many tasks are let in at once. A port of MPICH 5.0 dies of two that connect at the same time."""
         return 1 if self._door.library.startswith("MPICH Version: 5.0") else 8
 
     def invite(self, engines: Engines, invitations: Mapping[Member, Invitation]) -> Joins:
