@@ -2,8 +2,10 @@
 
 Where a check belongs, by what it needs to know: one section, its validator in `config`; several
 sections, `config.checks`; the model, `trainer.megatron.fit`; a role's models, prompts or engines,
-the role's `check.py`; where components lie, `placement`; Slurm, `cluster`; this machine and the
-file system, here.
+the role's `check.py`, or `roles.training.check` for all that train or score; where components lie,
+`placement`; Slurm, `cluster`; this machine and the file system, here. Validators raise ValueError,
+all else ConfigError; what is no error is told by `say`. Facts of models are read once, in
+`roles.facts.Facts`, which `check` makes and every role's checks get.
 """
 
 import importlib.util

@@ -7,8 +7,13 @@
     training                  what these share: duties of rank 0, start, checks
     dealing                   batches to portions to micro-batches
 
-`table.py` says what each role is. Its folder has `build.py` (makes its parts) or `loop.py` (runs
-them), mostly both. A new one needs a section in `config.run`, too. If it writes columns:
-`schema.COLUMNS`, and a number in `schema.COLUMN_WRITERS`. If it notes events or files of its own:
-`runtime.telemetry.event_table`, `runtime.paths`.
+A new role is a `Role` in `table.py` (components, checks, what a task runs), with a loop in a folder
+of its own, and a section in `config.run` (of what trains or scores, in `config.actor`). Also,
+
+    if it writes columns      `schema.COLUMNS`, `schema.COLUMN_WRITERS`, and `RunConfig.columns`,
+                              so that the actor waits for them
+    if its tasks fill nodes   `config.checks._check_tasks_fill_nodes`
+    if it saves checkpoints   `actor.build.main` (shards stay until both cover them), `ending`
+    if it has a model         `training.gpu_memory`
+    for events and files      `runtime.telemetry.event_table`, `runtime.paths`
 """

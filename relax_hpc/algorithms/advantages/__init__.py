@@ -1,0 +1,1 @@
+"""Advantages; `algorithms.table` lists them."""

@@ -1,0 +1,1 @@
+"""Corrections for stale or differing logprobs; `algorithms.table` lists them."""

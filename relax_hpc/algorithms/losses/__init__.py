@@ -1,0 +1,1 @@
+"""Losses of the policy; `algorithms.table` lists them."""

@@ -1,0 +1,1 @@
+"""Scores responses: `registry` lists functions, `contract` says what they are given."""

@@ -1,0 +1,1 @@
+"""Deals batches: portions of a planned batch, and the micro-batches of each rank."""

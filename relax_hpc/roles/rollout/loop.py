@@ -1,8 +1,10 @@
 """Runs rollout: samples prompt groups and publishes them, within the staleness bound.
 
-`Pace.wait_reason` says why it starts no further group now. Groups under way wait in `skips`,
-`episodes` (media, environment, reward) and `inference.pool` (engines that are full, too old, or
-rest). docs/explanation/architecture.md lists all waits with what shows each.
+`Pace.wait_reason` says why it starts no further group now; `_is_over` adds last_evaluation. Groups
+under way wait in `skips` (a prompt may be retired), `episodes` (media, environment, reward) and
+`inference.pool` (engines that are full, too old, or rest; siblings for their prompt's prefix;
+suspect requests, one at a time). docs/explanation/architecture.md lists all waits with what shows
+each.
 """
 
 import asyncio

@@ -1,0 +1,1 @@
+"""Connects processes: addresses, worlds of ranks, torch groups, doors for strangers and MPI."""

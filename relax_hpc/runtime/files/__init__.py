@@ -1,0 +1,1 @@
+"""Keeps files: records, patience with storage, permissions, secrets."""

@@ -1,0 +1,1 @@
+"""Trains on Megatron-core; `relax_hpc.trainer` has the reading order."""

@@ -1,7 +1,9 @@
 """Lists the architectures that can be trained.
 
 A new one is a file here, an import and a line below, and a line in `fields` per unknown field of
-config.json. A model with media also needs a recipe (`data.media.recipe`), its encoder in `fit` and,
+config.json. Layers are pre-norm with RMSNorm, SwiGLU and rotary positions, dense or with experts
+(`trainer.megatron.model`); another kind goes into `trainer.megatron.layers`. A model with media
+also needs a recipe (`data.media.recipe`), its encoder (`towers`, `trainer.megatron.encoder`) and,
 where SGLang's own differs, a module in `inference.sglang.models`.
 """
 

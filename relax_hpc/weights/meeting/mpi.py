@@ -50,7 +50,8 @@ class MpiCarrier:
 
     @property
     def _most(self) -> int:
-        """Returns how many tasks are let in at once. A port of MPICH 5.0 dies of two that connect at the same time."""
+        """Returns how many tasks are let in at once: a port of MPICH 5.0 dies of two that connect
+        at the same time."""
         return 1 if self._door.library.startswith("MPICH Version: 5.0") else 8
 
     def invite(self, engines: Engines, invitations: Mapping[Member, Invitation]) -> Joins:
