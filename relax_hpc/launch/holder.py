@@ -296,9 +296,9 @@ class Holder:
 
 def main() -> None:
     args = _parse()
+    paths, config = job_file.enter_run(args.run_dir)
     logs.setup_beside_script("holder", logging.WARNING)
     logging.getLogger("relax_hpc.launch").setLevel(logging.INFO)
-    paths, config = job_file.enter_run(args.run_dir)
     assert isinstance(config, RunConfig)
     holder = Holder(config, paths, args.side, args.job_id)
     if args.leave:

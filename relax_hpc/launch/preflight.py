@@ -203,15 +203,13 @@ def check_gpus(components: Sequence[Component], lacks: Say = interpreter.refuse)
 
 
 def tell_meeting(config: JobConfig, say: Say = _silent) -> None:
-    """Says how engines will be asked into the group that gets weights, and why not by MPI."""
+    """Says why engines will not be asked by MPI into the group that gets weights."""
     if not isinstance(config, RunConfig) or config.weights.transport != "collective":
         return
     bootstrap = config.launch.advanced.bootstrap
     if bootstrap in ("files", "http"):
         say(f"weights: engines join by {bootstrap} (launch.advanced.bootstrap)")
-    elif launcher := find_launcher():
-        say(f"weights: engines join by MPI, with MPICH of {Path(launcher[0]).parent}")
-    else:
+    elif find_launcher() is None:
         say(f"weights: engines join by HTTP: {MISSING}, here at least")
 
 

@@ -102,7 +102,7 @@ class Publisher:
         self._ranks, self._link, self._gather = ranks, link, gather
         self._buffers = link.buffers if link else Buffers(plan, device, count=_BUFFERS)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights")
-        self._carriers = carriers(self._threads)
+        self._carriers = () if link else carriers(self._threads)
         self._loads = Loads(register, config.advanced.timeout_s)
         self._waits_for_loads = waits_for_loads
         self._transports = dict[Way, Transport]()

@@ -70,8 +70,10 @@ class EngineSlot(NamedTuple):
 Attendance = Literal["mpi", "files", "none"]
 
 
-def attendance(config: RunConfig) -> Attendance:
-    """Returns how tasks with engines hear invitations."""
+def attendance(config: RunConfig, pool: EnginePool, transport: TransportName | None) -> Attendance:
+    """Returns how a task with engines that get weights hears invitations."""
+    if pool.placement == "actor" or (transport or config.weights.transport) != "collective":
+        return "none"
     bootstrap = config.launch.advanced.bootstrap
     if bootstrap == "files":
         return "files"
@@ -141,7 +143,7 @@ def hosting_of(
         peer_timeout_s=config.launch.advanced.peer_timeout_s,
         transport=transport or config.weights.transport,
         recomputes=follows and config.weights.advanced.kv_cache == "recompute",
-        attends=attendance(config) if follows else "none",
+        attends=attendance(config, pool, transport) if follows else "none",
         loads_itself=follows and config.launch.layout == "separate",
         update_timeout_s=config.weights.advanced.timeout_s,
     )

@@ -116,7 +116,7 @@ class Pace:
         return all(self.batch_of(guid) > last for guid in running)
 
 
-class Waits:
+class WaitTimes:
     """Notes what the task waits for: for `status`, and in a `waits` event per step."""
 
     def __init__(self, events: EventWriter) -> None:
@@ -169,7 +169,7 @@ async def run(
     owed, rest = deque[int](), folders.list_owed(start=retired)
     end.begin(start=retired)
     pace, running = Pace(config), dict[asyncio.Task[PromptGroup], int]()
-    waits = Waits(events)
+    waits = WaitTimes(events)
     while not await _is_over(config, engines, evaluator, credits, running, owed, waits):
         credit, version = credits.latest(), await engines.version()
         step = credit.step if credit else 0
@@ -207,7 +207,7 @@ async def _is_over(
     credits: CreditTail,
     running: "dict[asyncio.Task[PromptGroup], int]",
     owed: deque[int],
-    waits: Waits,
+    waits: WaitTimes,
 ) -> bool:
     """Whether training is over, and the engines hold the policy of the last evaluation.
 

@@ -53,7 +53,7 @@ class GroupSkip(NamedTuple):
     """Sequence number of its shard."""
 
 
-Exchange = Callable[[Sequence[GroupSkip]], Sequence[GroupSkip]]
+SkipExchange = Callable[[Sequence[GroupSkip]], Sequence[GroupSkip]]
 """Publishes this task's skips to the other tasks of a run; returns theirs."""
 
 
@@ -66,7 +66,7 @@ class TaskSkips:
     """
 
     def __init__(
-        self, config: RunConfig, folders: Folders, exchange: Exchange | None = None
+        self, config: RunConfig, folders: Folders, exchange: SkipExchange | None = None
     ) -> None:
         self._judge, self._most, self._folders = judge_of(config), most_skipped(config), folders
         self._exchange = None if self._judge is None else exchange
@@ -123,7 +123,7 @@ class SkipBoard:
         self._next_look = 0.0
 
     def __call__(self, own: Sequence[GroupSkip]) -> Sequence[GroupSkip]:
-        """Implements `Exchange`; each call replaces the task's record."""
+        """Implements `SkipExchange`; each call replaces the task's record."""
         if time.monotonic() < self._next_look:
             return self._found
         self._next_look = time.monotonic() + EXCHANGE_EVERY_S

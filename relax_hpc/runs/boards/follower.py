@@ -69,11 +69,11 @@ def main() -> None:
     from relax_hpc.runtime.process import ProcessId
     from relax_hpc.runtime.telemetry import logs
 
+    paths, config = job_file.enter_run(args.run_dir)
     logs.setup_beside_script("boards", logging.WARNING)
     if os.getppid() != args.controller:  # it has ended already
         return
     controller = ProcessId.of(args.controller)
-    paths, config = job_file.enter_run(args.run_dir)
     board: Board
     if args.to == "tensorboard":
         board = RunBoard(paths, config)

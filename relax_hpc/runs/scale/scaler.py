@@ -421,10 +421,10 @@ _END_S = 8.0
 
 def main() -> None:
     args = _parse()
+    paths, config = job_file.enter_run(args.run_dir)
     logs.setup_beside_script("scaler", logging.INFO)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    paths, config = job_file.enter_run(args.run_dir)
     assert isinstance(config, RunConfig)
     attempt = requeue.attempt_of(args.job_id)
     steps = (

@@ -146,7 +146,7 @@ def _mac(key: bytes, count: int, text: bytes) -> bytes:
     return hmac.digest(key, struct.pack(">Q", count) + text, "sha256")
 
 
-class Door:
+class MpiDoor:
     """The process: carries out orders, one a line, and reports what it did and heard."""
 
     def __init__(self, key: bytes, name: str) -> None:
@@ -396,7 +396,7 @@ def _environment(launcher: str) -> dict[str, str]:
 
 def main() -> None:
     start = json.loads(sys.stdin.buffer.readline())
-    door = Door(bytes.fromhex(start["key"]), start["name"])
+    door = MpiDoor(bytes.fromhex(start["key"]), start["name"])
     say(library=door.library)
     door.run()
 

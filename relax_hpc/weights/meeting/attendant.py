@@ -14,7 +14,7 @@ from relax_hpc.runtime.files.records import follow, read_json, write_json
 from relax_hpc.runtime.files.run_secret import RunSecret
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.weights.meeting.http import join
-from relax_hpc.weights.meeting.invitation import Invitation, Joined
+from relax_hpc.weights.meeting.invitation import Invitation, JoinAnswer
 from relax_hpc.weights.meeting.mpi import PURPOSE
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Attendant:
                     self._threads.submit(self._join, Invitation.of_json(each), self._write)
             seen = record["invitations"][0]["group"] if record else ""
 
-    def _write(self, answer: Joined) -> None:
+    def _write(self, answer: JoinAnswer) -> None:
         write_json(self._paths.joined(answer.id), answer._asdict())
 
     def _open(self) -> DoorProcess:
@@ -98,16 +98,16 @@ class Attendant:
             log.info("MPI: linked to the trainer after %.3f s", time.monotonic() - begin)
 
     def _hear(self, trainer: str, message: dict[str, Any]) -> None:
-        def answer(joined: Joined) -> None:
+        def answer(joined: JoinAnswer) -> None:
             assert self._door
             self._door.send(trainer, joined._asdict())
 
         self._threads.submit(self._join, Invitation.of_json(message), answer)
 
-    def _join(self, asked: Invitation, answer: Callable[[Joined], None]) -> None:
+    def _join(self, asked: Invitation, answer: Callable[[JoinAnswer], None]) -> None:
         error = ""
         try:
             join(self._client(asked.id, asked.start), asked)
         except EngineError as failed:
             error = str(failed)[:1000]
-        answer(Joined(asked.id, asked.start, asked.group, error))
+        answer(JoinAnswer(asked.id, asked.start, asked.group, error))

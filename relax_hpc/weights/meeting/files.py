@@ -8,13 +8,13 @@ from relax_hpc.errors import EngineError
 from relax_hpc.inference.members import Engines, Member
 from relax_hpc.runtime.files.records import read_json, write_json
 from relax_hpc.runtime.paths import RunPaths
-from relax_hpc.weights.meeting.invitation import Invitation, Joins, Way
+from relax_hpc.weights.meeting.invitation import Invitation, Joins, CarrierName
 
 _POLL_S = 0.1
 
 
 class FilesCarrier:
-    way: Way = "files"
+    way: CarrierName = "files"
     problem = ""
 
     def __init__(self, paths: RunPaths, threads: ThreadPoolExecutor, timeout_s: float) -> None:

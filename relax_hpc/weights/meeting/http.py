@@ -5,11 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from relax_hpc.inference.client import EngineClient
 from relax_hpc.inference.members import Engines, Member
-from relax_hpc.weights.meeting.invitation import Invitation, Joins, Way
+from relax_hpc.weights.meeting.invitation import Invitation, Joins, CarrierName
 
 
 class HttpCarrier:
-    way: Way = "http"
+    way: CarrierName = "http"
     problem = ""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from relax_hpc.inference.members import Engines, Member
 
-Way = Literal["mpi", "files", "http"]
+CarrierName = Literal["mpi", "files", "http"]
 
 
 class Invitation(NamedTuple):
@@ -40,7 +40,7 @@ class Invitation(NamedTuple):
         return cls(**fields)
 
 
-class Joined(NamedTuple):
+class JoinAnswer(NamedTuple):
     """The answer to an invitation."""
 
     id: str
@@ -56,7 +56,7 @@ Joins = dict[Member, "Future[None]"]
 class Carrier(Protocol):
     """Takes invitations to engines. Lives in rank 0 of the trainer."""
 
-    way: Way
+    way: CarrierName
 
     def reaches(self, engines: Engines, timeout_s: float) -> list[Member]:
         """Returns the members that it can invite, having waited for those that may come."""

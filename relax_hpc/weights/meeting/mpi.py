@@ -12,7 +12,7 @@ from relax_hpc.runtime.comm.mpi_door import DoorProcess
 from relax_hpc.runtime.files.records import write_json
 from relax_hpc.runtime.files.run_secret import RunSecret
 from relax_hpc.runtime.paths import RunPaths
-from relax_hpc.weights.meeting.invitation import Invitation, Joined, Joins, Way
+from relax_hpc.weights.meeting.invitation import Invitation, JoinAnswer, Joins, CarrierName
 
 PURPOSE = "meeting"
 """Purpose of the key."""
@@ -23,7 +23,7 @@ _LINKS_S = 20.0
 
 
 class MpiCarrier:
-    way: Way = "mpi"
+    way: CarrierName = "mpi"
 
     def __init__(self, paths: RunPaths, secret: RunSecret) -> None:
         self._paths, self._key = paths, secret.derive(PURPOSE)
@@ -76,7 +76,7 @@ class MpiCarrier:
         self._door = DoorProcess("trainer", self._key, self._hear)
 
     def _hear(self, _: str, message: dict[str, str]) -> None:
-        answer = Joined(**message)
+        answer = JoinAnswer(**message)
         with self._lock:
             join = self._pending.pop((answer.id, answer.start, answer.group), None)
         if join is None:

@@ -321,7 +321,8 @@ def test_an_added_engine_has_a_seed_beyond_those_that_were_there(tmp_path, monke
     made = []
 
     class Host:
-        token = "t"
+        token, attends = "t", "none"
+        ask_to_stop = staticmethod(int)
 
         def __init__(self, hosting, paths, context, events):
             made.append(hosting.slot)

@@ -164,7 +164,7 @@ def test_a_loop_that_stands_still_is_told_of_once_in_a_while(
 class Host:
     """An engine's host; its hosts' journal is the class's."""
 
-    journal = Journal()
+    journal, attends = Journal(), "none"
 
     def __init__(self, hosting, paths, context, events):
         self.id = hosting.slot.id

@@ -143,7 +143,7 @@ def test_seconds_are_of_what_it_did_until_it_did_something_else(monkeypatch):
     """In step 1 it samples for 7 s, then waits for 2 s; of step 2 the wait goes on for 4 s."""
     now, events = [100.0], Events()
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    waits = loop.Waits(events)
+    waits = loop.WaitTimes(events)
     for seconds, reason, step, is_sampling in (
         (0, "max_staleness", 0, True), (3, "max_staleness", 0, True),
         (4, "max_staleness", 0, False), (2, "max_staleness", 1, False),
@@ -159,7 +159,7 @@ def test_seconds_are_of_what_it_did_until_it_did_something_else(monkeypatch):
 
 def test_a_task_that_goes_on_at_a_later_step_has_no_event_of_earlier_ones():
     events = Events()
-    waits = loop.Waits(events)
+    waits = loop.WaitTimes(events)
     for step in (5, 5, 6):
         waits.note("max_staleness", step=step, is_sampling=False)
     assert [event["step"] for event in events.of("waits")] == [6]
