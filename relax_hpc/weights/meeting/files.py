@@ -8,7 +8,7 @@ from relax_hpc.errors import EngineError
 from relax_hpc.inference.members import Engines, Member
 from relax_hpc.runtime.files.records import read_json, write_json
 from relax_hpc.runtime.paths import RunPaths
-from relax_hpc.weights.meeting.invitation import Invitation, Joins, CarrierName
+from relax_hpc.weights.meeting.invitation import CarrierName, Invitation, Joins
 
 _POLL_S = 0.1
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from relax_hpc.inference.client import EngineClient
 from relax_hpc.inference.members import Engines, Member
-from relax_hpc.weights.meeting.invitation import Invitation, Joins, CarrierName
+from relax_hpc.weights.meeting.invitation import CarrierName, Invitation, Joins
 
 
 class HttpCarrier:
@@ -16,9 +16,11 @@ class HttpCarrier:
         self._threads = threads
 
     def reaches(self, engines: Engines, timeout_s: float) -> list[Member]:
+        """Returns all: there is nobody to wait for."""
         return list(engines)
 
     def invite(self, engines: Engines, invitations: Mapping[Member, Invitation]) -> Joins:
+        """Asks each in a thread: an engine answers when all ranks of the group are there."""
         return {
             member: self._threads.submit(join, engines[member], invitation)
             for member, invitation in invitations.items()

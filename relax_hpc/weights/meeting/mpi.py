@@ -12,7 +12,7 @@ from relax_hpc.runtime.comm.mpi_door import DoorProcess
 from relax_hpc.runtime.files.records import write_json
 from relax_hpc.runtime.files.run_secret import RunSecret
 from relax_hpc.runtime.paths import RunPaths
-from relax_hpc.weights.meeting.invitation import Invitation, JoinAnswer, Joins, CarrierName
+from relax_hpc.weights.meeting.invitation import CarrierName, Invitation, JoinAnswer, Joins
 
 PURPOSE = "meeting"
 """Purpose of the key."""
