@@ -10,5 +10,7 @@ From `relax-hpc submit` to a process on a node, in reading order:
     supervision.sh  `supervise`, in the job: starts each step, and starts it again
     entry           `main`, in a task: who it is; then `roles.task.run`
 
+What a kill of rank 0 does: `roles.actor.build`.
+
 Only this package uses submitit. `sites/` holds the included cluster profiles.
 """

@@ -13,7 +13,9 @@ of its own, and a section in `config.run` (of what trains or scores, in `config.
     if it writes columns      `schema.COLUMNS`, `schema.COLUMN_WRITERS`, and `RunConfig.columns`,
                               so that the actor waits for them
     if its tasks fill nodes   `config.checks._check_tasks_fill_nodes`
-    if it saves checkpoints   `actor.build.main` (shards stay until both cover them), `ending`
-    if it has a model         `training.gpu_memory`
+    if it saves checkpoints   `actor.build.main` (shards stay until both cover them), `ending`,
+                              `launch.requeue`, `launch.holder`
+    if it has a model         `training.gpu_memory`, `config.programs` (paths), `runs.changes` (its
+                              layout), `rollout.prompt_check` (longest rows)
     for events and files      `runtime.telemetry.event_table`, `runtime.paths`
 """

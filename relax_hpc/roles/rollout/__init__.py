@@ -1,0 +1,1 @@
+"""Samples and scores: `build.main`, `loop.run`, `episodes`. Why it waits: see `loop`."""

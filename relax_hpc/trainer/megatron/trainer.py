@@ -325,7 +325,7 @@ class MegatronTrainer(MegatronScorer):
         self._updates.entropy_weight = EntropyState(*self._notes["entropy"]).weight
 
     def _begin_updates(self) -> None:
-        """Passes over the postponed works, up to the first update."""
+        """Computes forward and backward of the postponed works, up to the first update."""
         if self._objective is None or self._passed or not self._works:
             return
         first = self._parts()[0]

@@ -3,8 +3,9 @@
 A new one is a file here, an import and a line below, and a line in `fields` per unknown field of
 config.json. Layers are pre-norm with RMSNorm, SwiGLU and rotary positions, dense or with experts
 (`trainer.megatron.model`); another kind goes into `trainer.megatron.layers`. A model with media
-also needs a recipe (`data.media.recipe`), its encoder (`towers`, `trainer.megatron.encoder`) and,
-where SGLang's own differs, a module in `inference.sglang.models`.
+also needs a recipe (`data.media.recipe.FAMILIES`), its encoder (`towers`,
+`trainer.megatron.encoder`, `trainer.megatron.fit.part_of`) and, where SGLang's own differs, a
+module in `inference.sglang.models`.
 """
 
 from collections.abc import Iterator
