@@ -158,13 +158,22 @@ def leave(_context, *paths):
 
 
 def mpi_world(_context):
+    world_library()
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     return world.rank, world.size, world.allgather(MPI.Get_processor_name())
 
 
+def world_library():
+    """Takes the MPI that fits Slurm's, as ranks of a run do."""
+    from relax_hpc.runtime.comm.world import choose_library
+
+    choose_library()
+
+
 def world_of_the_job(context):
+    world_library()
     from mpi4py import MPI
 
     from relax_hpc.runtime.comm.world import MpiWorld

@@ -105,7 +105,7 @@ class MpiWorld:
         cls, expected_size: int, role: str | None = None, *, timeout_s: float = 300
     ) -> Self:
         """Returns COMM_WORLD of the Slurm step, or its ranks with the same `role`."""
-        _choose_library()
+        choose_library()
         from mpi4py import MPI  # initialises MPI: only ranks of an MPI step may import it
 
         comm: MPI.Comm = MPI.COMM_WORLD
@@ -190,7 +190,7 @@ class MpiWorld:
         return int(status.Get_source())
 
 
-def _choose_library() -> None:
+def choose_library() -> None:
     """Takes Open MPI where Slurm speaks PMIx, which MPICH's wheel in the environment does not."""
     if "PMIX_NAMESPACE" in os.environ and "MPI4PY_LIBMPI" not in os.environ:
         with suppress(OSError):
