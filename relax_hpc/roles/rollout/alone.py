@@ -84,7 +84,8 @@ def main(
 
 def _hostings(config: RunConfig, context: TaskContext, name: str) -> list[Hosting]:
     slots = slots_of(config.engines[name], replace(context, component=name))
-    return [hosting_of(config, slot, name) for slot in slots]
+    # Nobody trains, so nobody invites.
+    return [replace(hosting_of(config, slot, name), attends="none") for slot in slots]
 
 
 async def _evaluate(

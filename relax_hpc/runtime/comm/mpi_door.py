@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from relax_hpc.runtime.files.run_secret import derive
+from relax_hpc.runtime.files.run_secret import derive, sign
 from relax_hpc.runtime.process import without_mpi
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Link:
         text = json.dumps(message).encode()
         if len(text) > ROOM:
             raise LinkError(f"a message of {len(text)} bytes; a frame holds {ROOM}")
-        mac = _mac(self._out, self._num_sent, text)
+        mac = sign(self._out, self._num_sent, text)
         frame = (_HEAD.pack(mac, len(text)) + text).ljust(FRAME, b"\0")
         self._num_sent += 1
         self._sending = [(request, f) for request, f in self._sending if not request.Test()]
@@ -95,7 +95,7 @@ class Link:
         self._request = None
         mac, length = _HEAD.unpack_from(self._frame)
         text = bytes(self._frame[_HEAD.size : _HEAD.size + min(length, ROOM)])
-        if not hmac.compare_digest(mac, _mac(self._in, self._received, text)):
+        if not hmac.compare_digest(mac, sign(self._in, self._received, text)):
             raise LinkError("what came does not have the right MAC")
         self._received += 1
         return json.loads(text)
@@ -140,10 +140,6 @@ def _until(deadline: float) -> Generator[None, None, None]:
     if time.monotonic() > deadline:
         raise LinkError("the other end said nothing")
     yield
-
-
-def _mac(key: bytes, count: int, text: bytes) -> bytes:
-    return hmac.digest(key, struct.pack(">Q", count) + text, "sha256")
 
 
 class MpiDoor:
@@ -281,11 +277,16 @@ class DoorProcess:
             return
         self._process = subprocess.Popen(
             [*launcher, sys.executable, "-P", "-m", __name__],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             env=_environment(launcher[0]), start_new_session=True,
         )  # fmt: skip
         self._tell(key=key.hex(), name=name)
         threading.Thread(target=self._read, name="mpi door", daemon=True).start()
+
+    @property
+    def has_died(self) -> bool:
+        """Whether it was there, and is no more; one that never was will not be another time."""
+        return bool(self.problem and self.library)
 
     @property
     def links(self) -> set[str]:

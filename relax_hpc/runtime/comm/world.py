@@ -33,7 +33,7 @@ from relax_hpc.errors import LaunchError, PeerTimeoutError
 from relax_hpc.runtime import heartbeat
 from relax_hpc.runtime.comm.address import listener, node_address, reach
 from relax_hpc.runtime.files.records import read_json, write_json
-from relax_hpc.runtime.files.run_secret import RunSecret, derive
+from relax_hpc.runtime.files.run_secret import RunSecret, derive, sign
 
 _MPI_PIECE = 1 << 30  # MPI counts bytes in an int
 _ROLL_S = 10.0
@@ -218,14 +218,15 @@ class Channel:
         self._in, self._out = ways if is_server else ways[::-1]
         self._received = self._sent = 0
 
+    # A length (8 bytes) and a digest (32 bytes) are signed, so neither passes for the other.
     def send(self, message: bytes, *, timeout_s: float) -> None:
         """Blocks until the kernel has all of it.
 
         Raises:
             OSError: the other end is gone, or accepts too slowly.
         """
-        head = _mac(self._out, self._sent, struct.pack(">Q", len(message)))
-        body = _mac(self._out, self._sent, hashlib.sha256(message).digest())
+        head = sign(self._out, self._sent, struct.pack(">Q", len(message)))
+        body = sign(self._out, self._sent, hashlib.sha256(message).digest())
         self._sent += 1
         self._connection.settimeout(timeout_s)
         self._connection.sendall(_HEAD.pack(len(message), head))
@@ -244,10 +245,10 @@ class Channel:
             OSError: the other end is gone.
         """
         size, head = _HEAD.unpack(_read(self._connection, _HEAD.size, silence_s=timeout_s))
-        _check(head, _mac(self._in, self._received, struct.pack(">Q", size)))
+        _check(head, sign(self._in, self._received, struct.pack(">Q", size)))
         message = _read(self._connection, size, silence_s=timeout_s)
         mac = _read(self._connection, _MAC, silence_s=timeout_s)
-        _check(bytes(mac), _mac(self._in, self._received, hashlib.sha256(message).digest()))
+        _check(bytes(mac), sign(self._in, self._received, hashlib.sha256(message).digest()))
         self._received += 1
         return message
 
@@ -307,11 +308,6 @@ def answer(connection: socket.socket, key: bytes, *, timeout_s: float) -> tuple[
 
 def _proof(key: bytes, who: str, hello: bytes, nonce: bytes) -> bytes:
     return hmac.digest(key, who.encode() + hello + nonce, "sha256")
-
-
-def _mac(key: bytes, count: int, content: bytes) -> bytes:
-    """Signs a length (8 bytes) or a digest (32 bytes), so neither passes for the other."""
-    return hmac.digest(key, struct.pack(">Q", count) + content, "sha256")
 
 
 def _check(given: bytes, expected: bytes) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import struct
 from pathlib import Path
 from typing import Self
 
@@ -79,6 +80,11 @@ class RunSecret:
 
     def engine_token(self, member: str, start: str) -> str:
         return self.derive(f"engine/{member}/{start}").hex()
+
+
+def sign(key: bytes, count: int, content: bytes) -> bytes:
+    """Returns the MAC of the message with that number, so that one repeated or moved fails."""
+    return hmac.digest(key, struct.pack(">Q", count) + content, "sha256")
 
 
 def derive(key: bytes, purpose: str) -> bytes:

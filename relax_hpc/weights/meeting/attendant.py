@@ -89,7 +89,7 @@ class Attendant:
 
     def _come(self, port: str) -> None:
         assert self._door is not None
-        if self._door.problem and self._door.library:  # it was there, and has died
+        if self._door.has_died:
             self._door = self._open()
         begin = time.monotonic()
         if failed := self._door.call(port):

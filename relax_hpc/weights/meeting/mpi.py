@@ -35,7 +35,7 @@ class MpiCarrier:
         tasks = {member.task for member in engines if member.task}
         if not tasks:
             return []
-        if self._door.problem and self._door.library:  # it was there, and has died
+        if self._door.has_died:
             self._open()
         deadline = time.monotonic() + min(timeout_s, _LINKS_S)
         coming = sorted(tasks - self._door.links)
