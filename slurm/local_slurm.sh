@@ -27,9 +27,10 @@
 #   --port-base P        first of the TCP ports used on 127.0.0.1; auto looks for free ones
 #                        [LSLURM_PORT_BASE, auto]
 #   --proctrack T        linuxproc | pgid | cgroup       [LSLURM_PROCTRACK, linuxproc]
-#   --isolate MODE       none | uts | shm | auto: uts gives each virtual node its own hostname (n1, ...),
+#   --isolate MODE       none | uts | shm | net | auto: uts gives each virtual node its own hostname (n1, ...),
 #                        shm adds a private /dev/shm and an /etc/hosts that knows n1..nN; auto = shm, else uts, else none, whichever this
-#                        sandbox permits. With none all nodes share one hostname and /dev/shm, and Open MPI 4
+#                        sandbox permits; net (asked for by name, root only) adds a network namespace with eth0 (slow; Slurm's), ib0 (fast)
+#                        and docker0 (a wrong one: the same address on every node) and a route to nowhere else. With none all nodes share one hostname and /dev/shm, and Open MPI 4
 #                        ranks of different nodes crash into each other's vader segments unless
 #                        OMPI_MCA_btl=self,tcp.              [LSLURM_ISOLATE, auto]
 #   --extra FILE         file appended to slurm.conf     [LSLURM_EXTRA]
@@ -122,6 +123,43 @@ choose_ports() {
 
 . "$HERE/local_slurm_conf.sh"     # write_conf
 
+# --- networks of --isolate net: the bridges' names and the subnets come from the cluster's port
+netns() { echo "lsl$PORT$1"; }
+subnet() { # subnet WHICH: the first three bytes of eth's or ib's addresses; the host of slurmctld is .1, node nI is .(I+1)
+  local place=0; [ "$1" = eth ] || place=1
+  echo "10.$((64 + PORT % 128)).$(((PORT / 128) % 100 * 2 + place))"
+}
+bridge_up() { # bridge_up WHICH, once
+  ! ip link show "lsl$PORT$1" >/dev/null 2>&1 || return 0
+  ip link add "lsl$PORT$1" type bridge
+  ip address add "$(subnet "$1").1/24" dev "lsl$PORT$1"
+  ip link set "lsl$PORT$1" up
+}
+node_net() { # node_net NAME: its namespace, once
+  local name; name=$(netns "$1")
+  [ ! -e "/run/netns/$name" ] || return 0
+  ip netns add "$name"
+  ip -n "$name" link set lo up
+  local each; for each in eth ib; do
+    ip link add "lsl$PORT${each:0:1}${1#n}" master "lsl$PORT$each" type veth peer name "${each}0" netns "$name"
+    ip link set "lsl$PORT${each:0:1}${1#n}" up
+    ip -n "$name" address add "$(subnet $each).$((${1#n} + 1))/24" dev "${each}0"
+    ip -n "$name" link set "${each}0" up
+  done
+  ip -n "$name" link add docker0 type veth peer name nobody
+  ip -n "$name" address add 172.17.0.1/16 dev docker0
+  ip -n "$name" link set docker0 up
+  ip -n "$name" link set nobody up
+  # 1 Gbit/s and half a millisecond, where the kernel can shape
+  ip netns exec "$name" tc qdisc add dev eth0 root netem rate 1gbit delay 0.5ms 2>/dev/null || true
+}
+nets_down() {
+  [ "$ISOLATE" = net ] || return 0
+  local i; for i in $(seq "$NODES"); do ip netns delete "$(netns "n$i")" 2>/dev/null || true; done
+  ip link delete "lsl${PORT}eth" 2>/dev/null || true
+  ip link delete "lsl${PORT}ib" 2>/dev/null || true
+}
+
 # --- daemons
 start_munge() {
   [ "$AUTH" = munge ] || return 0
@@ -170,7 +208,7 @@ SQL
     sacctmgr -i add user "$me" account=default cluster=local >/dev/null
   fi
 }
-isolation() { # prints shm, uts or none: --isolate, or what of it this sandbox permits
+isolation() { # prints net, shm, uts or none: --isolate, or what of it this sandbox permits
   if [ "$ISOLATE" != auto ]; then echo "$ISOLATE"
   elif unshare --mount --uts sh -c 'hostname x && mount -t tmpfs tmpfs /dev/shm' 2>/dev/null; then echo shm
   elif unshare --uts hostname x 2>/dev/null; then echo uts
@@ -181,7 +219,7 @@ start_ctld() {
   [ -x "$SLURMCTLD" ] || die "slurmctld is not installed"
   # since Slurm 23 it looks up the host name of an srun that it has something to tell; those of nodes are ours
   local wrap=()
-  [ "$(isolation)" != shm ] || wrap=(unshare --mount sh -c "mount --bind '$DIR/etc/hosts' /etc/hosts; exec \"\$@\"" sh)
+  case $(isolation) in shm|net) wrap=(unshare --mount sh -c "mount --bind '$DIR/etc/hosts' /etc/hosts; exec \"\$@\"" sh);; esac
   "${wrap[@]}" "$SLURMCTLD" 2>>"$DIR/log/slurmctld.err" || die "slurmctld did not start (see $DIR/log/slurmctld.err)"
   wait_for 15 "slurmctld" scontrol ping
 }
@@ -191,11 +229,12 @@ start_node() { # start_node NAME
   # jobs and steps inherit the namespaces of their slurmd
   local wrap=() mode; mode=$(isolation)
   case $mode in
-    shm) wrap=(unshare --mount --uts sh -c "hostname $1; mount -t tmpfs -o mode=1777 tmpfs /dev/shm; mount --bind '$DIR/etc/hosts' /etc/hosts; exec \"\$@\"" sh);;
+    shm|net) wrap=(unshare --mount --uts sh -c "hostname $1; mount -t tmpfs -o mode=1777 tmpfs /dev/shm; mount --bind '$DIR/etc/hosts.$1' /etc/hosts; exec \"\$@\"" sh);;
     uts) wrap=(unshare --uts sh -c "hostname $1; exec \"\$@\"" sh);;
     none) ;;
     *) die "--isolate $mode?";;
   esac
+  [ "$mode" != net ] || { node_net "$1"; wrap=(ip netns exec "$(netns "$1")" "${wrap[@]}"); }
   "${wrap[@]}" "$SLURMD" -N "$1" -f "$SLURM_CONF" 2>>"$DIR/log/slurmd.$1.err" \
      || die "slurmd $1 did not start (see $DIR/log/slurmd.$1.err and slurmd.$1.log)"
 }
@@ -219,6 +258,7 @@ case $CMD in
     setup_paths
     choose_ports
     write_conf
+    [ "$ISOLATE" != net ] || { bridge_up eth; bridge_up ib; }
     start_munge; start_db; start_ctld
     for i in $(seq "$NODES"); do start_node "n$i"; done
     wait_for 30 "nodes idle" nodes_ready || { sinfo -N -l; die "nodes are not ready; see $DIR/log"; }
@@ -238,6 +278,7 @@ case $CMD in
     stop_pid "$DIR/run/slurmdbd.pid" slurmdbd
     stop_pid "$DIR/run/mariadbd.pid" mariadbd
     stop_pid "$DIR/run/munged.pid" munged
+    nets_down
     say "down";;
   clean) "$0" down --dir "$DIR"; rm -rf "$DIR";;
   status)
@@ -271,5 +312,5 @@ case $CMD in
   node-start) setup_paths; start_node "$ARG";;
   ctld-kill) setup_paths; kill -9 "$(cat "$DIR/run/slurmctld.pid")";;
   ctld-start) setup_paths; start_ctld;;
-  *) sed -n '2,32p' "$0"; exit 2;;
+  *) sed -n '2,40p' "$0"; exit 2;;
 esac

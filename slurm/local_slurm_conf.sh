@@ -3,7 +3,8 @@
 # shellcheck shell=bash disable=SC2154
 
 write_conf() {
-  local host me; host=$(hostname -s 2>/dev/null || hostname); me=$(id -un)
+  local host me here=127.0.0.1; host=$(hostname -s 2>/dev/null || hostname); me=$(id -un)
+  [ "$ISOLATE" != net ] || here=$(subnet eth).1
   mkdir -p "$DIR"/{etc,run,log,state,spool,dev}
   chmod 755 "$DIR" "$DIR/run"; chmod 700 "$DIR/state"
   local i; for i in $(seq "$NODES"); do mkdir -p "$DIR/spool/n$i" "$DIR/tmp/n$i"; done   # slurmd wants it at first start
@@ -11,7 +12,7 @@ write_conf() {
   { cat <<CONF
 # written by local_slurm.sh
 ClusterName=local
-SlurmctldHost=$host(127.0.0.1)
+SlurmctldHost=$host($here)
 SlurmctldPort=$PORT
 SlurmUser=$me
 SlurmdUser=$me
@@ -86,7 +87,8 @@ CONF
     echo "JobCompType=jobcomp/filetxt"; echo "JobCompLoc=$DIR/log/jobcomp.log"
     local gres=""; [ "$GPUS" -gt 0 ] && gres="Gres=gpu:$GPUS"
     for i in $(seq "$NODES"); do
-      echo "NodeName=n$i NodeHostname=$host NodeAddr=127.0.0.1 Port=$((PORT+10+i)) Sockets=1 CoresPerSocket=$CPUS ThreadsPerCore=1 RealMemory=$MEM $gres State=UNKNOWN"
+      local at=$here; [ "$ISOLATE" != net ] || at=$(subnet eth).$((i+1))
+      echo "NodeName=n$i NodeHostname=$host NodeAddr=$at Port=$((PORT+10+i)) Sockets=1 CoresPerSocket=$CPUS ThreadsPerCore=1 RealMemory=$MEM $gres State=UNKNOWN"
     done
     local half=$(( (NODES+1)/2 ))
     echo "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=60 State=UP PriorityTier=10"
@@ -97,9 +99,16 @@ CONF
     true
   } > "$DIR/etc/slurm.conf"
 
-  # seen as /etc/hosts inside the virtual nodes (isolation mode shm): every node name resolves to its own
-  # loopback address, so programs that bind to / connect to a node's host name work
-  { cat /etc/hosts; for i in $(seq "$NODES"); do echo "127.1.$((i/250)).$((i%250+1)) n$i"; done; } > "$DIR/etc/hosts"
+  # seen as /etc/hosts by slurmctld and inside the virtual nodes (isolation modes shm and net): every node name
+  # resolves to its own address (with shm of loopback), so programs that bind to / connect to a node's host name
+  # work. With net a node takes itself for 127.0.1.1, as Debian's do.
+  cp /etc/hosts "$DIR/etc/hosts"
+  for i in $(seq "$NODES"); do
+    if [ "$ISOLATE" = net ]; then echo "$(subnet eth).$((i+1)) n$i"; else echo "127.1.$((i/250)).$((i%250+1)) n$i"; fi
+  done >> "$DIR/etc/hosts"
+  for i in $(seq "$NODES"); do
+    if [ "$ISOLATE" = net ]; then sed "s/.* n$i\$/127.0.1.1 n$i/" "$DIR/etc/hosts"; else cat "$DIR/etc/hosts"; fi > "$DIR/etc/hosts.n$i"
+  done
 
   rm -f "$DIR/bin/sacct"
   if [ "$ACCT" = shim ]; then
@@ -172,7 +181,7 @@ CONF
   {
     echo "export SLURM_CONF=$DIR/etc/slurm.conf"
     # every node is this machine; Open MPI 5 finds no way from one to the next by an address that both have
-    echo "export OMPI_MCA_btl_tcp_if_include=lo"
+    [ "$ISOLATE" = net ] || echo "export OMPI_MCA_btl_tcp_if_include=lo"
     # client commands read AuthInfo from slurm.conf; munge/unmunge by hand need -S <socket>
     if [ "$ACCT" = shim ]; then echo "export PATH=$DIR/bin:\$PATH"; fi     # after (= in front of) the real sacct
   } > "$DIR/env.sh"

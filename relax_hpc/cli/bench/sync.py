@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -36,7 +37,7 @@ from relax_hpc.inference.client import EngineClient
 from relax_hpc.inference.generation import Generation, GenerationClient, Sampling
 from relax_hpc.inference.members import EngineRegistry, Member
 from relax_hpc.inference.process import EngineProcess, start_engine
-from relax_hpc.roles.engine.host import EngineSlot, spec_of
+from relax_hpc.roles.engine.host import EngineSlot, attendance, spec_of
 from relax_hpc.roles.rollout.check import check_lease
 from relax_hpc.runtime.comm.torch_group import BroadcastGroup, open_store, settle_nccl
 from relax_hpc.runtime.comm.world import World
@@ -45,6 +46,7 @@ from relax_hpc.runtime.files.run_secret import RunSecret
 from relax_hpc.runtime.files.scratch import scratch_folder
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.text import align_lines
+from relax_hpc.weights.meeting.attendant import Attendant
 from relax_hpc.weights.publish import Published, Publisher
 from relax_hpc.weights.same_gpu import Sleep
 from relax_hpc.weights.transport import TrainerRanks, call_timeout_s
@@ -110,6 +112,8 @@ class VersionUpdate:
     """`sync/...` of docs/explanation/architecture.md."""
     began: float = 0.0
     """Seconds since the epoch."""
+    invited: dict[str, str] | None = None
+    """Engine -> how it was invited, where this update formed the communicator."""
     falling_asleep: float = 0.0
     """Time before it for colocated engines to fall asleep."""
     free_gib: tuple[float, float] | None = None
@@ -183,6 +187,10 @@ def _summary(figures: SyncFigures) -> list[str]:
             f"engines: {figures.tokens_per_s:.0f} tokens/s with an update every {span:.1f} s, "
             f"{calm:.0f} without: {figures.tokens_per_s / calm:.3f}"
         )
+    for update in figures.updates:
+        if update.invited:
+            ways = ", ".join(f"{engine} by {way}" for engine, way in update.invited.items())
+            lines.append(f"group formed in {1e3 * update.parts['join']:.0f} ms: {ways}")
     if memory := [update.free_gib for update in later if update.free_gib]:
         before, after = memory[-1]
         parts = {
@@ -453,15 +461,26 @@ def _engines(task: SyncTask, python: str | None) -> Iterator[list[EngineProcess]
     # An engine dies with the thread that started it, so these live until all is done.
     with ThreadPoolExecutor(pool.count) as threads, ExitStack() as stack:
         running = []
+        way = attendance(task.config, pool, None)
         for number, engine in enumerate(threads.map(start, range(pool.count))):
             stack.callback(engine.stop)
             running.append(engine)
             name = f"rollout-{number}"
             member = Member(name, ATTEMPT, engine.url, tp, pool.kind, "HEALTHY")
+            member = member._replace(task=name if way != "none" else "")
+            if way != "none":
+                stack.enter_context(
+                    Attendant(task.paths, name, secret, way, partial(_client, task, member))
+                )
             lane = number * tp if task.is_colocated else -1
             transport = task.config.weights.transport
             members.announce(task.paths, member._replace(lane=lane, transport=transport))
         yield running
+
+
+def _client(task: SyncTask, member: Member, *_: str) -> EngineClient:
+    timeout_s = call_timeout_s(task.config.weights.advanced.timeout_s)
+    return EngineClient(member.url, _token(task, member), timeout_s=timeout_s)
 
 
 def _load_of(task: SyncTask, engines: Sequence[EngineProcess], in_flight: int) -> SteadyLoad:
@@ -540,7 +559,7 @@ def _parts(
     task: SyncTask, world: World, scorer: "MegatronScorer", device: torch.device
 ) -> tuple[TrainerRanks, Publisher | None, Sleep | None]:
     """Builds this rank's parts of a publication; collective."""
-    from relax_hpc.roles.actor.build import Publishing
+    from relax_hpc.roles.actor.build import Publishing, carriers_of
 
     weights = task.config.weights
     publishing = Publishing(
@@ -549,14 +568,10 @@ def _parts(
     )  # fmt: skip
     if world.rank:
         return publishing.ranks, None, None
-    register = EngineRegistry(
-        task.paths,
-        lambda: task.config.producers,
-        lambda member: EngineClient(
-            member.url, _token(task, member), timeout_s=call_timeout_s(weights.advanced.timeout_s)
-        ),
+    register = EngineRegistry(task.paths, lambda: task.config.producers, partial(_client, task))
+    publisher = publishing.publisher(
+        register, waits_for_loads=True, carriers=partial(carriers_of, task.config, task.paths)
     )
-    publisher = publishing.publisher(register, waits_for_loads=True)
     if not task.is_colocated:
         return publishing.ranks, publisher, None
     return publishing.ranks, publisher, Sleep(register, ATTEMPT, timeout_s=60, start_timeout_s=60)
@@ -633,8 +648,9 @@ def _update_of(published: Published, began: float, nap: _Nap) -> VersionUpdate:
     parts = dict(published.seconds)
     total = parts.pop("total")
     return VersionUpdate(
-        published.version, published.num_bytes, published.pause_seconds, total, parts, began, *nap
-    )
+        published.version, published.num_bytes, published.pause_seconds, total, parts, began,
+        dict(published.invited) or None, *nap,
+    )  # fmt: skip
 
 
 def _compare(task: SyncTask, world: World, scorer: "MegatronScorer", version: int) -> SyncGap:

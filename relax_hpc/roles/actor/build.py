@@ -42,6 +42,7 @@ from relax_hpc.roles.training.build import (
     trainer_of,
 )
 from relax_hpc.roles.training.duties import Turns
+from relax_hpc.runtime.comm.mpi_door import door_type
 from relax_hpc.runtime.comm.world import World
 from relax_hpc.runtime.files.run_secret import RunSecret
 from relax_hpc.runtime.paths import RunPaths
@@ -90,7 +91,7 @@ def main(rank: ModelRank[RunConfig]) -> None:
             publishing.snapshots(paths)
             if config.launch.layout == "separate"
             else publishing.publisher(
-                register, waits_for_loads=shares_gpus, carriers=partial(_carriers, config, paths)
+                register, waits_for_loads=shares_gpus, carriers=partial(carriers_of, config, paths)
             )
         )
         tell_others = Turns(world).tell
@@ -247,14 +248,15 @@ def register_of(config: RunConfig, paths: RunPaths) -> EngineRegistry:
     )
 
 
-def _carriers(config: RunConfig, paths: RunPaths, threads: ThreadPoolExecutor) -> list[Carrier]:
+def carriers_of(config: RunConfig, paths: RunPaths, threads: ThreadPoolExecutor) -> list[Carrier]:
     match config.launch.advanced.bootstrap:
         case "http":
             return []
         case "files":
             return [FilesCarrier(paths, threads, config.weights.advanced.timeout_s)]
-        case _:
-            return [MpiCarrier(paths, RunSecret.read(paths.secret))]
+        case bootstrap:
+            door = door_type(is_one_world=bootstrap == "mpi_job")
+            return [MpiCarrier(paths, RunSecret.read(paths.secret), door)]
 
 
 def _lease(rank: ModelRank[RunConfig], register: EngineRegistry) -> Lease:

@@ -42,7 +42,7 @@ from relax_hpc.runtime.files.run_secret import RunSecret
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry.events import EventWriter
 from relax_hpc.sections import PassThrough
-from relax_hpc.weights.meeting.attendant import Attendant
+from relax_hpc.weights.meeting.attendant import Attendant, Hearing
 from relax_hpc.weights.pull_snapshot import Puller
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class EngineSlot(NamedTuple):
     """Part of an engine over several nodes; 0 is its host."""
 
 
-Attendance = Literal["mpi", "files", "none"]
+Attendance = Hearing | Literal["none"]
 
 
 def attendance(config: RunConfig, pool: EnginePool, transport: TransportName | None) -> Attendance:
@@ -75,8 +75,8 @@ def attendance(config: RunConfig, pool: EnginePool, transport: TransportName | N
     if pool.placement == "actor" or (transport or config.weights.transport) != "collective":
         return "none"
     bootstrap = config.launch.advanced.bootstrap
-    if bootstrap == "files":
-        return "files"
+    if bootstrap in ("files", "mpi_job"):
+        return bootstrap
     return "mpi" if bootstrap != "http" and find_launcher() else "none"
 
 
@@ -349,9 +349,7 @@ class EngineHost:
     def attends(self) -> Attendance:
         return self._hosting.attends
 
-    def attendant(
-        self, way: Literal["mpi", "files"], client: Callable[[str, str], EngineClient]
-    ) -> Attendant:
+    def attendant(self, way: Hearing, client: Callable[[str, str], EngineClient]) -> Attendant:
         """Returns one for all engines of the task."""
         return Attendant(self._paths, task_name(self._context), self._secret, way, client)
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.config.run import RunConfig
@@ -93,6 +94,8 @@ def main_of_added(
     number = config.rollout_pool.count + context.rank
     slot = EngineSlot(context.name, number=number, local_index=context.local_rank)
     hosting = hosting_of(config, slot, transport=context.transport)
+    if hosting.attends == "mpi_job":  # its step is not of that world
+        hosting = replace(hosting, attends="none")
     told = heartbeat.phase("engines", waits=True)
     with told, hold_engines([EngineHost(hosting, paths, context, events)]) as (host,):
         drain_s = _serve(paths, slot.id, ended)

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from relax_hpc.errors import EngineError
 from relax_hpc.inference.client import EngineClient
-from relax_hpc.runtime.comm.mpi_door import DoorProcess
+from relax_hpc.runtime.comm.mpi_door import Door, door_type
 from relax_hpc.runtime.files.records import follow, read_json, write_json
 from relax_hpc.runtime.files.run_secret import RunSecret
 from relax_hpc.runtime.paths import RunPaths
@@ -19,6 +19,8 @@ from relax_hpc.weights.meeting.mpi import PURPOSE
 
 log = logging.getLogger(__name__)
 
+Hearing = Literal["mpi", "mpi_job", "files"]
+"""How invitations come: mpi_job where one world of MPI holds trainer and tasks."""
 _LOOK_S, _LINKED_LOOK_S = 0.25, 1.0
 
 
@@ -30,7 +32,7 @@ class Attendant:
         paths: RunPaths,
         task: str,
         secret: RunSecret,
-        way: Literal["mpi", "files"],
+        way: Hearing,
         client: Callable[[str, str], EngineClient],
     ) -> None:
         """Starts to listen with the context.
@@ -40,17 +42,18 @@ class Attendant:
             client: calls an engine by id and start; raises EngineError if that start is over.
         """
         self._task, self._client = task, client
-        record = paths.rendezvous(f"weights-{way}")
+        record = paths.rendezvous("weights-files" if way == "files" else "weights-mpi")
         self._paths, self._call = paths, follow(record, lambda: read_json(record))
         self._key = secret.derive(PURPOSE)
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="joins")
         self._stopping = threading.Event()
         self._thread = threading.Thread(
-            target=self._await_calls if way == "mpi" else self._read_invitations,
+            target=self._read_invitations if way == "files" else self._await_calls,
             name="attendant",
             daemon=True,
         )
-        self._door = self._open() if way == "mpi" else None
+        self._make = door_type(is_one_world=way == "mpi_job")
+        self._door = None if way == "files" else self._open()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -84,8 +87,8 @@ class Attendant:
     def _write(self, answer: JoinAnswer) -> None:
         write_json(self._paths.joined(answer.id), answer._asdict())
 
-    def _open(self) -> DoorProcess:
-        return DoorProcess(self._task, self._key, self._hear)
+    def _open(self) -> Door:
+        return self._make(self._task, self._key, self._hear)
 
     def _come(self, port: str) -> None:
         assert self._door is not None

@@ -3,12 +3,12 @@
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 from relax_hpc.errors import EngineError
 from relax_hpc.inference.members import Engines, Member
-from relax_hpc.runtime.comm.mpi_door import DoorProcess
+from relax_hpc.runtime.comm.mpi_door import Door, DoorProcess
 from relax_hpc.runtime.files.records import write_json
 from relax_hpc.runtime.files.run_secret import RunSecret
 from relax_hpc.runtime.paths import RunPaths
@@ -25,8 +25,13 @@ _LINKS_S = 20.0
 class MpiCarrier:
     way: CarrierName = "mpi"
 
-    def __init__(self, paths: RunPaths, secret: RunSecret) -> None:
-        self._paths, self._key = paths, secret.derive(PURPOSE)
+    def __init__(
+        self, paths: RunPaths, secret: RunSecret, door: Callable[..., Door] = DoorProcess
+    ) -> None:
+        """Args:
+        door: `DoorThread`, where one world of MPI holds all tasks.
+        """
+        self._paths, self._key, self._make = paths, secret.derive(PURPOSE), door
         self._lock = threading.Lock()
         self._pending: dict[tuple[str, str, str], Future[None]] = {}
         self._open()
@@ -73,7 +78,7 @@ class MpiCarrier:
         return self._door.problem
 
     def _open(self) -> None:
-        self._door = DoorProcess("trainer", self._key, self._hear)
+        self._door = self._make("trainer", self._key, self._hear)
 
     def _hear(self, _: str, message: dict[str, str]) -> None:
         answer = JoinAnswer(**message)

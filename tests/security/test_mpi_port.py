@@ -1,15 +1,23 @@
 """Doors of MPI: who is let in, what passes, and what strangers and the dead cost."""
 
+import ctypes.util
 import os
 import queue
+import re
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections import deque
+from pathlib import Path
 
 import psutil
 import pytest
+from network_nodes import Nodes, ip
 
+from relax_hpc.runtime.comm import mpi_door
 from relax_hpc.runtime.comm.mpi_door import FRAME, DoorProcess, Link, LinkError
 
 KEY = b"k" * 32
@@ -209,9 +217,103 @@ def test_a_door_whose_parent_has_gone_ends(doors, order):
     assert not [each for each in below if each.is_running()]
 
 
+def test_open_mpi_is_refused_by_name_for_nobody_would_be_let_in(doors, monkeypatch, tmp_path):
+    if ctypes.util.find_library("mpi") is None:
+        pytest.skip("Open MPI: not installed")
+    launcher = tmp_path / "mpiexec.gforker"
+    launcher.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+    launcher.chmod(0o755)
+    monkeypatch.setattr(mpi_door, "find_launcher", lambda: [str(launcher), "-n", "1"])
+    monkeypatch.setenv("MPI4PY_LIBMPI", "libmpi.so.40")
+    door = doors("trainer")
+    assert door.accept(["a"]) == "" and not door.has_died
+    assert re.fullmatch(r"mpi4py took Open MPI v\S+, whose .* 'relax-hpc\[mpi\]'", door.problem)
+
+
+RANK = """
+import queue, sys, time
+from mpi4py import MPI
+from relax_hpc.runtime.comm.mpi_door import DoorProcess, door_type
+world, heard = MPI.COMM_WORLD, queue.Queue()
+make = door_type(is_one_world=True)
+door = make(f"rank {world.rank}", b"x" * 32 if world.rank == 3 else b"k" * 32,
+            lambda who, said: heard.put((who, said)))
+port = world.bcast(door.accept(["rank 1", "rank 2"]) if world.rank == 0 else None)
+if world.rank == 0:
+    door.wait_for(["rank 1", "rank 2"], 20)
+    assert door.links == {"rank 1", "rank 2"}, door.links
+    for name in door.links:
+        door.send(name, {"to": name})
+    print(sorted(heard.get(timeout=20) for _ in range(2)), flush=True)
+elif world.rank < 3:
+    assert door.call(port) == ""
+    assert heard.get(timeout=20) == ("rank 0", {"to": f"rank {world.rank}"})
+    door.send("rank 0", world.rank)
+else:
+    assert door.call(port), "a stranger is refused, or not heard once all are there"
+world.barrier()
+door.close()
+"""
+
+
+def test_ranks_of_one_world_have_doors_in_it_and_no_process(tmp_path):
+    program = tmp_path / "rank.py"
+    program.write_text(RANK)
+    launcher = Path(sys.executable).with_name("mpiexec.gforker")
+    answer = subprocess.run(
+        [launcher, "-n", "4", sys.executable, "-m", "mpi4py", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert answer.stdout == "[('rank 1', 1), ('rank 2', 2)]\n", answer.stdout + answer.stderr
+    assert answer.returncode == 0, answer.stderr
+    assert mpi_door.door_type(is_one_world=True) is DoorProcess, "MPI has not begun here"
+
+
 def test_without_mpich_it_says_what_to_install(doors, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
     door = doors("trainer")
     assert door.problem == "MPICH is not installed (pip install 'relax-hpc[mpi]')"
     assert (door.accept(["a"]), door.call("port")) == ("", door.problem)
+
+
+END = """
+import sys, time
+from pathlib import Path
+from relax_hpc.runtime.comm.mpi_door import DoorProcess
+name, port = sys.argv[1], Path(sys.argv[2])
+door = DoorProcess(name, b"k" * 32, lambda who, said: print(who, said, flush=True))
+if name == "trainer":
+    port.with_suffix(".draft").write_text(door.accept(["task"]))
+    port.with_suffix(".draft").rename(port)
+    door.wait_for(["task"], 20)
+    door.send("task", "hello")
+    time.sleep(1)
+else:
+    while not port.exists():
+        time.sleep(0.05)
+    assert door.call(port.read_text()) == "", door.problem
+    time.sleep(1)
+door.close()
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="takes root and ip (iproute2)"
+)
+def test_hosts_with_ipv6_alone_meet_though_both_have_the_kernel_of_one(tmp_path):
+    (tmp_path / "end.py").write_text(END)
+    with Nodes() as nodes:
+        for place, name in enumerate(nodes.names):
+            ip("-n", name, "address", "delete", f"10.1.0.{place + 2}/24", "dev", "ib0")
+        ends = [
+            subprocess.Popen(
+                [*nodes.on(place), sys.executable, tmp_path / "end.py", name, tmp_path / "port"],
+                env=os.environ | {"GLOO_SOCKET_IFNAME": "ib0"}, stdout=subprocess.PIPE, text=True,
+            )
+            for place, name in enumerate(("trainer", "task"))
+        ]  # fmt: skip
+        said = [end.communicate(timeout=60)[0] for end in ends]
+    assert said == ["", "trainer hello\n"]
