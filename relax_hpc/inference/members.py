@@ -11,14 +11,18 @@
 
 import logging
 import re
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from threading import RLock
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from urllib.parse import urlsplit
 
 from relax_hpc.config.rollout import TransportName
+from relax_hpc.errors import PeerTimeoutError
+from relax_hpc.runtime.comm import address
 from relax_hpc.runtime.files import records
 from relax_hpc.runtime.files.records import RecordCache, read_json, write_json
 from relax_hpc.runtime.paths import RunPaths
@@ -239,6 +243,7 @@ def is_with_engines(paths: RunPaths, attempt: str) -> bool:
 
 
 HEALTH_S = 5.0
+_SILENT_S, _GIVE_UP_S = 20.0, 120.0
 MEMORY = ("weights", "kv_cache")
 """Tags of memory that an engine releases."""
 
@@ -268,6 +273,11 @@ class EngineRegistry:
         self._entries: dict[Key, RosterEntry] = {}
         self._clients: dict[Key, EngineClient] = {}
         self._released: dict[Key, list[str]] = {}
+        self._silent_since: dict[Key, float] = {}
+        """Of members that are healthy and do not answer."""
+        self._told = set[Key]()
+        self._has_met = False
+        """Whether any member ever answered."""
         self._lock = RLock()
         last = Roster.read(paths)
         for name, entry in last.members.items() if last else ():
@@ -316,14 +326,43 @@ class EngineRegistry:
         self, threads: ThreadPoolExecutor, *, without: Callable[[Member], bool] = lambda _: False
     ) -> Engines:
         """Returns the members that answer; skips fenced ones and those for which `without` is
-        true."""
+        true.
+
+        Raises:
+            PeerTimeoutError: there are some, and for long none was ever reached from here.
+        """
         candidates = {
             member: self.client(member)
             for member in self.list_healthy()
             if self.state(member) != "FENCED" and not without(member)
         }
         answers = list(threads.map(lambda r: r.health(HEALTH_S), candidates.values()))
-        return {m: r for (m, r), ok in zip(candidates.items(), answers, strict=True) if ok}
+        found = {m: r for (m, r), ok in zip(candidates.items(), answers, strict=True) if ok}
+        self._has_met = self._has_met or bool(found)
+        self._judge_silence([member for member in candidates if member not in found])
+        return found
+
+    def _judge_silence(self, silent: Sequence[Member]) -> None:
+        """Says once of a member that no way leads to it. Its owner, which is beside it, finds it
+        healthy: so it is the network, or this node."""
+        now = time.monotonic()
+        self._silent_since = {m.key: self._silent_since.get(m.key, now) for m in silent}
+        for member in silent:
+            silent_s = now - self._silent_since[member.key]
+            is_given_up = silent_s > _GIVE_UP_S and not self._has_met
+            if silent_s < _SILENT_S or (member.key in self._told and not is_given_up):
+                continue
+            try:
+                at = urlsplit(member.url)
+                address.reach(
+                    str(at.hostname), at.port or 80, "the trainer", f"engine {member.id}",
+                    timeout_s=1,
+                )  # fmt: skip
+            except PeerTimeoutError as error:
+                if is_given_up:
+                    raise
+                self._told.add(member.key)
+                log.error("%s", error)
 
     def client(self, member: Member) -> "EngineClient":
         if member.key not in self._clients:

@@ -190,3 +190,17 @@ def test_two_jobs_of_one_run_meet_in_files_alone(hosts, tiny, tmp_path):
     after = wait_until_over(run_dir, 400)
     assert after["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
     assert after["progress"]["trajectories"]["trained"] == STEPS * PROMPTS * SIBLINGS
+
+
+def test_a_network_that_leads_to_nobody_ends_the_run_by_its_name(hosts, tiny, tmp_path):
+    settings = sized(tmp_path, STEPS, PROMPTS, SIBLINGS, 8) | {
+        "launch.profile": "local", "launch.advanced.network": "docker0", "launch.max_restarts": 0,
+    }  # fmt: skip
+    run_dir = submit("demo", tiny, local=False, **settings).run_dir
+    after = wait_until_over(run_dir, 300)
+    assert after["state"] == "FAILED"
+    assert re.search(
+        r"the trainer on node n\d \(172.17.0.1\) cannot reach engine rollout-0 at 172.17.0.1:\d+ .*"
+        r"set launch.advanced.network",
+        cli("logs", run_dir),
+    )

@@ -82,6 +82,26 @@ def test_engines_join_by_it_again_whoever_dies_and_an_added_one_does(tiny, tmp_p
     assert not doors_of(run_dir)
 
 
+def test_in_one_world_of_open_mpi_they_join_over_that_and_an_added_one_by_http(tiny, tmp_path):
+    settings = sized(tmp_path, STEPS, 8, 4, 8) | {
+        "launch.profile": "local",
+        "launch.advanced.bootstrap": "mpi_job",
+        "engines.rollout.resources.max_nodes": 2,
+        "reward.name": unhurried(tmp_path),
+        "weights.advanced.checksum_every": 1,
+    }
+    run_dir = submit("demo", tiny, local=False, **settings).run_dir
+    wait_until(run_dir, has_done(2), 300)
+    assert invited(run_dir) == {"rollout-0": "mpi"}
+    assert not doors_of(run_dir), "threads of the ranks"
+    assert cli("scale", "out", run_dir, "--engines", "2", "--wait").endswith("done\n")
+    assert invited(run_dir) == {"rollout-0": "mpi", "extra-1": "http"}
+    hurry(tmp_path)
+    assert wait_until(run_dir, is_over, 400)["state"] == "COMPLETED"
+    checks = events_of(run_dir, "actor", "verify")
+    assert len(checks) > STEPS / 2 and all(each["equal"] for each in checks)
+
+
 def test_a_run_is_driven_through_submitit_alone(tiny, tmp_path):
     executor = submitit.AutoExecutor(tmp_path / "folder", cluster="hetslurm")
     settings = sized(tmp_path, 3, 8, 4, 8) | {
