@@ -1,5 +1,6 @@
 """Invitations into a weight group: by MPI, by files, by HTTP; who stays away or comes again."""
 
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
@@ -117,6 +118,21 @@ def test_a_task_comes_to_the_next_trainer_and_one_without_the_secret_is_not_let_
         assert outcomes(carrier.invite(engines, asked({own: 0}, f"g{number}"))) == {"e-1": ""}
         carrier.close()
     assert [each[4] for each in engines[own].joined] == ["g1", "g2"]
+
+
+def test_a_task_that_is_not_let_in_says_whose_library_differs(site, caplog):
+    own = member("e-1", "t-0/1")
+    site.attend("t-0/1", {own: Engine()}, secret=RunSecret(b"x" * 32))
+    carrier = site.carrier()
+    carrier.reaches({}, 1)
+    carrier._door.accept([])
+    carrier._door.library = "MPICH Version: 5.0.2"
+    assert carrier.reaches({own: Engine()}, 4) == []
+    assert re.search(
+        r"did not let this task in: .*; the trainer has MPICH Version: 5.0.2, this task MPICH "
+        r"Version: \S+: install one for both",
+        caplog.text,
+    )
 
 
 def test_without_mpich_everybody_is_invited_by_http(site, monkeypatch):

@@ -73,7 +73,7 @@ class Attendant:
             call = self._call()
             if call and self._task in call["awaits"] and call["round"] != answered:
                 answered = call["round"]
-                self._come(call["port"])
+                self._come(call["port"], call["library"])
 
     def _read_invitations(self) -> None:
         seen = ""
@@ -90,13 +90,16 @@ class Attendant:
     def _open(self) -> Door:
         return self._make(self._task, self._key, self._hear)
 
-    def _come(self, port: str) -> None:
+    def _come(self, port: str, library: str) -> None:
         assert self._door is not None
         if self._door.has_died:
             self._door = self._open()
         begin = time.monotonic()
         if failed := self._door.call(port):
-            log.warning("MPI: the trainer did not let this task in: %s", failed)
+            own = self._door.library
+            mixed = f"; the trainer has {library}, this task {own}: install one for both"
+            why = failed + mixed * (own != library)
+            log.warning("MPI: the trainer did not let this task in: %s", why)
         else:
             log.info("MPI: linked to the trainer after %.3f s", time.monotonic() - begin)
 

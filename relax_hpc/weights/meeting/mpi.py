@@ -47,7 +47,10 @@ class MpiCarrier:
         while coming and time.monotonic() < deadline and not self._door.problem:
             wave, coming = coming[: self._most], coming[self._most :]
             port = self._door.accept(self._door.links & tasks | set(wave))
-            record = {"port": port, "round": secrets.token_hex(8), "awaits": wave}
+            record = {
+                "port": port, "library": self._door.library, "round": secrets.token_hex(8),
+                "awaits": wave,
+            }  # fmt: skip
             write_json(self._paths.rendezvous("weights-mpi"), record)
             self._door.wait_for(wave, _LINK_S)
         links = self._door.links
