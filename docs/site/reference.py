@@ -14,6 +14,7 @@ import typer.main
 from relax_hpc.cli.keys import all_keys
 from relax_hpc.cli.main import app
 from relax_hpc.config.keys import Key
+from relax_hpc.launch.profiles import PROFILES
 from relax_hpc.runtime.paths import ComponentPaths, RunPaths
 from relax_hpc.runtime.telemetry.event_table import EVENTS
 from relax_hpc.schema import COLUMNS, Column
@@ -206,6 +207,88 @@ def _paths(paths: RunPaths | ComponentPaths) -> dict[str, str]:
     return found
 
 
+_SITES = """\
+# Sites
+
+Profiles of public machines, made of what their sites publish. **None was tried.** Name one by
+`launch.profile = "alps"`, or copy it to `~/.config/relax-hpc/alps.toml` and add your account and
+`python`. `relax-hpc check` then asks the cluster whether partition, limits and plug-ins are so.
+
+* **aarch64** (GH200): every package that pyproject.toml names has a wheel for Python 3.12, those of
+  all extras included. glibc 2.28 is enough; SGLang 0.5.17 to 0.5.23 needs 2.34, as on x86-64. pip
+  brings torch for CUDA 13 there, too; torch's own indexes were not looked at. On an older system
+  use an image. No such machine was tried. Under an emulator (Python 3.11, pages of 4 KB) tests of
+  shards, sidecars, records of files and ranks' messages passed: 78.
+* **Login nodes** have another processor than GPU nodes at some sites: [submit from one of
+  those](../how-to/install.md#login-node).
+* **Cray** (`srun --mpi=cray_shasta`): leave `mpi` out. Ranks then meet through the run directory,
+  and engines join by MPICH's own launcher; neither needs a plug-in. `check` says what Cray's MPI
+  among ranks takes.
+* **Slingshot** gives each step a network (VNI) of its own, and trainer and engines are several
+  steps. With `--network=job_vni,single_node_vni` tasks take the job's; `check` says if it is
+  missing. On Frontier a second step with it does not start on a node: engines of a node must be
+  one step, and cannot share the actor's GPUs.
+* **AMD** (ROCm): nothing was tried. Install torch from its ROCm index first. Trainer and embedded
+  engine use only torch, with its own attention, and Triton. `kind = "sglang"`,
+  `attention = "cudnn"` and GPUs with `--local` are refused by name. Images need ROCm inside.
+
+## Networks
+
+What NCCL or RCCL is told, in `setup`. `NCCL_DEBUG=INFO` shows which network it took. The profile's
+`network`, or `NCCL_SOCKET_IFNAME`, names the interface of first contact.
+
+"""
+_NCCL = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
+_NETWORKS = (
+    (
+        "InfiniBand",
+        "nothing; `NCCL_IB_HCA=mlx5` chooses adapters by their names' beginnings",
+        f"[NVIDIA]({_NCCL})",
+    ),
+    (
+        "RoCE",
+        "the same; NCCL finds the GID itself, or `NCCL_IB_GID_INDEX` names one of `show_gids`, and "
+        "`NCCL_IB_TC` the site's traffic class",
+        f"[NVIDIA]({_NCCL})",
+    ),
+    (
+        "Slingshot",
+        'the plug-in aws-ofi-nccl (aws-ofi-rccl) in `LD_LIBRARY_PATH`; `NCCL_NET="AWS Libfabric"`, '
+        "so that its absence is an error, `NCCL_CROSS_NIC=1`, `NCCL_NET_GDR_LEVEL=PHB`, "
+        "`FI_CXI_DEFAULT_CQ_SIZE=131072`, and against hangs `FI_CXI_DISABLE_HOST_REGISTER=1`, "
+        "`FI_MR_CACHE_MONITOR=userfaultfd`; the VNI above",
+        "[CSCS](https://docs.cscs.ch/software/communication/nccl/), "
+        "[Bristol](https://docs.isambard.ac.uk/user-documentation/guides/nccl/), VNI: "
+        "[Mochi](https://github.com/mochi-hpc/mochi-doc/blob/main/docs/source/margo/14_cxi.rst), "
+        "[DDStore](https://github.com/ORNL/DDStore)",
+    ),
+    (
+        "EFA",
+        "the plug-in aws-ofi-nccl; `FI_EFA_USE_HUGE_PAGE=0`, since tasks fork, and "
+        "`NCCL_SOCKET_IFNAME=en`; `FI_PROVIDER=efa` up to aws-ofi-nccl 1.5 only",
+        "[AWS](https://github.com/aws-samples/awsome-distributed-training/blob/main/"
+        "1.architectures/efa-cheatsheet.md)",
+    ),
+)
+"""Network -> what to set, and who says so."""
+
+
+def sites() -> dict[str, str]:
+    """Returns the text of each profile that names its sources."""
+    files = sorted(PROFILES.glob("*.toml"))
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in files}
+    return {name: text for name, text in texts.items() if _SOURCE.search(text)}
+
+
+_SOURCE = re.compile(r"^#   https://\S+", re.MULTILINE)
+
+
+def sites_page() -> str:
+    parts = [f"## {name}\n\n```toml\n{text}```\n" for name, text in sites().items()]
+    table = _table(("network", "set", "source"), _NETWORKS)
+    return "\n".join([_MADE + _SITES + table, *parts])
+
+
 def _field(name: str, meaning: str) -> str:
     return f"`{name}` {meaning}".rstrip()
 
@@ -232,6 +315,7 @@ PAGES = {
     "events.md": events_page,
     "columns.md": columns_page,
     "run-directory.md": run_directory_page,
+    "sites.md": sites_page,
 }
 
 

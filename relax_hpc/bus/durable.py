@@ -165,6 +165,7 @@ def block_checksums(buffers: Sequence[Buffer], block: int) -> list[int]:
 
 WINDOW = 64 << 10
 PAGE = 4096
+_DIRECT = max(PAGE, mmap.PAGESIZE)  # 64 KiB on some machines of ARM
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
 _AT_EMPTY_PATH, _AT_STATX_FORCE_SYNC, _STATX_SIZE = 0x1000, 0x2000, 0x200
 _STATX_BYTES, _STATX_SIZE_AT = 256, 40
@@ -239,7 +240,7 @@ class GrowingFile:
         out = bytearray()
         while len(out) < most:
             at = offset + len(out)
-            start = at // PAGE * PAGE
+            start = at // _DIRECT * _DIRECT
             end = start + os.preadv(fd, [self._buffer], start)
             if end <= at:  # a read that is short says nothing of the end of the file
                 break

@@ -309,11 +309,14 @@ def make_tiny(
 @models.command(
     epilog="Examples:  relax-hpc convert arithmetic --to hf --step 40  |  "
     "relax-hpc convert models/qwen3 --to megatron --out weights/qwen3  |  "
-    "relax-hpc convert adapted --to peft --out adapters/adapted"
+    "relax-hpc convert adapted --to peft --out adapters/adapted  |  "
+    "relax-hpc convert smollm2.gguf --out models/smollm2"
 )
 def convert(
-    what: Annotated[str, typer.Argument(help="A run, a checkpoint, or a Hugging Face folder.")],
-    to: Annotated[str, typer.Option(help="hf, megatron, or peft: adapters.")],
+    what: Annotated[
+        str, typer.Argument(help="A run, a checkpoint, a Hugging Face folder, or a GGUF file.")
+    ],
+    to: Annotated[str, typer.Option(help="hf, megatron, or peft: adapters.")] = "hf",
     out: Annotated[Path | None, typer.Option(help="Is made; by default in the run, hf/.")] = None,
     step: Annotated[int | None, typer.Option(help="Step of a run; default is the newest.")] = None,
     model: Annotated[

@@ -161,8 +161,8 @@ class LaunchConfig(Section):
     actor with all that trains or scores is another. They need not run at the same time, and meet
     only in the run directory; needs `weights.transport` files."""
     profile: str | None = None
-    """Site profile: a name in ~/.config/relax-hpc, an included one (example, local), or a path to a
-    TOML file. Unset is `$RELAX_PROFILE`, then ~/.config/relax-hpc/default.toml."""
+    """Site profile: a name in ~/.config/relax-hpc, an included one (docs/reference/sites.md), or a
+    path to a TOML file. Unset is `$RELAX_PROFILE`, then ~/.config/relax-hpc/default.toml."""
     max_restarts: NonNegative = 3
     """Restarts in place within half an hour of a component whose step failed: after half a second,
     then after twice as long each time, at most 30 s. Failures while Slurm's controller did not

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -69,6 +69,7 @@ def main(run: TaskMain | None = None) -> None:
     requeue.install(job_id, args.run_dir, asks=asks)
     if asks:
         context = replace(context, end=requeue.SlurmJobEnd(job_id, args.run_dir))
+    take_job_network(os.environ)
     try:
         with use_private_folder(os.environ):
             (run or _role)(args.run_dir, context, args.bootstrap)
@@ -78,6 +79,16 @@ def main(run: TaskMain | None = None) -> None:
         raise
     requeue.leave()
     patiently(mine, mine.touch)
+
+
+def take_job_network(environment: MutableMapping[str, str]) -> None:
+    """Makes this process and its children meet those of the job's other steps over Slingshot.
+
+    With `--network=job_vni`, Slurm lists the step's own network (VNI), then the job's. Libfabric
+    takes the first, which no other step can enter.
+    """
+    if "," in (listed := environment.get("SLINGSHOT_VNIS", "")):
+        environment["SLINGSHOT_VNIS"] = listed.rpartition(",")[2]
 
 
 def check_script(script: Path, run_dir: Path) -> None:

@@ -8,6 +8,7 @@ all else ConfigError; what is no error is told by `say`. Facts of models are rea
 `roles.facts.Facts`, which `check` makes and every role's checks get.
 """
 
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -97,6 +98,8 @@ def check(
     check_rate(config, say)
     for component in components:
         check_component(component)
+    check_torch(config, components, say)
+    tell_mpi(components, say)
     doubt_times(components, say)
     for component in components:
         interpreter.check(
@@ -117,6 +120,7 @@ def check(
             hosts, slurm, save_every=every, save_s=save_s, whose=whose, say=say
         )
         tell_limits(components, slurm, say)
+        tell_networks(components, slurm, say)
     else:
         check_gpus(components, lacks)
     check_kernel_cache(config, components, say)
@@ -164,6 +168,38 @@ def tell_limits(components: Sequence[Component], slurm: cluster.Cluster, say: Sa
         )
 
 
+def tell_networks(components: Sequence[Component], slurm: cluster.Cluster, say: Say) -> None:
+    """Says what lets steps meet over Slingshot, where each has a network of its own."""
+    is_asked = "job_vni=all" in slurm.config.get("SwitchParameters", "") or all(
+        any(each.startswith("--network") and "job_vni" in each for each in host.resources.sbatch)
+        for host in components
+        if not host.on
+    )
+    is_one = components[0].bootstrap == "mpi_job" or sum(len(c.steps) for c in components) == 1
+    has_gpus = any(each.resources.gpus_per_node for each in components)
+    is_slingshot = "slingshot" in slurm.config.get("SwitchType", "")
+    if is_slingshot and has_gpus and not is_asked and not is_one:
+        say(
+            "network: Slingshot gives each step a network of its own, in which NCCL does not reach "
+            f'the others; set {components[0].key}.sbatch = ["--network=job_vni,single_node_vni"], '
+            "in the profile at best (docs/reference/sites.md)"
+        )
+
+
+def tell_mpi(components: Sequence[Component], say: Say) -> None:
+    """Says what ranks lack for Cray's plug-in, which MPICH's wheel does not speak to."""
+    for each in components:
+        lines = [*each.resources.setup, *os.environ]
+        is_cray = each.bootstrap != "files" and each.resources.mpi == "cray_shasta"
+        if is_cray and not any("MPI4PY_LIBMPI" in line for line in lines):
+            say(
+                f"{each.key}.mpi = 'cray_shasta': starts Cray MPICH only, not brought by pip; "
+                "leave mpi out, and ranks meet through the run directory, or have setup load "
+                "cray-mpich-abi and export MPI4PY_LIBMPI=$CRAY_MPICH_DIR/lib-abi-mpich/libmpi.so.12"
+                " (engines join by MPICH's own launcher, without a plug-in)"
+            )
+
+
 def tell_inherited(components: Sequence[Component], say: Say) -> None:
     """Names options that sbatch passes on to later components.
 
@@ -188,6 +224,26 @@ def _packages(config: JobConfig, component: Component) -> list[str]:
     return ["sglang"] if pool and pool.kind == "sglang" else []
 
 
+def check_torch(config: JobConfig, components: Sequence[Component], say: Say) -> None:
+    """Refuses what needs CUDA where this interpreter's torch is for AMD's GPUs.
+
+    Raises:
+        ConfigError: a pool of SGLang.
+    """
+    torch = importlib.metadata.version("torch")
+    here = [c for c in components if not c.resources.python and not c.resources.container]
+    asked = [each for each in here if each.resources.gpus_per_node]
+    if "+rocm" not in torch or not asked:
+        return
+    for each in asked:
+        if _packages(config, each):
+            raise ConfigError(
+                f"engines.{each.name}.kind = 'sglang': torch {torch} is for AMD's GPUs, and "
+                'SGLang runs on CUDA only here; use "embedded"'
+            )
+    say(f"torch {torch}: is for AMD's GPUs, on which nothing was tried (docs/reference/sites.md)")
+
+
 def check_gpus(components: Sequence[Component], lacks: Say = interpreter.refuse) -> None:
     """Calls `lacks` if this machine has too few GPUs for all components."""
     hosts = [each for each in components if each.on is None and each.resources.gpus_per_node]
@@ -203,7 +259,7 @@ def check_gpus(components: Sequence[Component], lacks: Say = interpreter.refuse)
 
 
 def tell_meeting(config: JobConfig, say: Say = _silent) -> None:
-    """Says why engines will not be asked by MPI into the group that gets weights."""
+    """Says how engines will be asked into the group that gets weights, and why not better."""
     if not isinstance(config, RunConfig) or config.weights.transport != "collective":
         return
     bootstrap = config.launch.advanced.bootstrap
@@ -211,6 +267,8 @@ def tell_meeting(config: JobConfig, say: Say = _silent) -> None:
         say(f"weights: engines join by {bootstrap} (launch.advanced.bootstrap)")
     elif find_launcher() is None:
         say(f"weights: engines join by HTTP: {MISSING}, here at least")
+    else:
+        say("weights: engines join by MPI")
 
 
 def check_kernel_cache(

@@ -20,6 +20,7 @@ from relax_hpc.runtime.files.scratch import scratch_folder
 from relax_hpc.runtime.files.storage import FULL
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.trainer.checkpoints import store
+from relax_hpc.trainer.checkpoints.gguf_file import GgufFile
 from relax_hpc.trainer.megatron import checkpoint_files, hf_stream, hf_weights
 from relax_hpc.trainer.megatron.checkpoint_files import MANIFEST, Box, StoredCheckpoint
 from relax_hpc.trainer.megatron.layers import lora as layers
@@ -36,7 +37,7 @@ def convert(what: Path, to: str, *, out: Path | None, step: int | None, model: P
     """Converts weights, and returns the folder of the result.
 
     Args:
-        what: a run directory, a checkpoint, or a Hugging Face folder.
+        what: a run directory, a checkpoint, a Hugging Face folder, or a GGUF file.
         to: the format of the result: hf, megatron or peft, which is adapters alone.
         out: must not exist; where a run is converted to hf, its hf/step_<step> by default.
         step: of the checkpoint of a run; the newest by default.
@@ -47,6 +48,11 @@ def convert(what: Path, to: str, *, out: Path | None, step: int | None, model: P
         CheckpointError: the checkpoint is incomplete.
     """
     _refuse_unless(to in _FORMATS, f"--to {to}: unknown; it is one of {', '.join(_FORMATS)}")
+    if what.suffix == ".gguf":
+        _refuse_unless(to == "hf", f"--to {to}: a GGUF file is converted to hf")
+        out = _free(out, f"{what}: say with --out where the folder is to be")
+        from_gguf(what, out)
+        return out
     if to == "megatron":
         _refuse_unless(
             (what / "config.json").is_file(), f"{what}: has no config.json; --to megatron "
@@ -130,6 +136,18 @@ def to_hf(checkpoint: Path, model: Path, out: Path) -> None:
     )
     with _appearing(out) as draft:
         hf_folder.write(draft, tensors, model)
+
+
+def from_gguf(file: Path, out: Path) -> None:
+    """Writes a Hugging Face folder with the weights of a GGUF file, in bfloat16.
+
+    Raises:
+        ConfigError: the file is not whole, or not of a model that is read.
+    """
+    model = GgufFile(file)
+    with scratch_folder("gguf") as head, _appearing(out) as draft:
+        model.write_head(head)
+        hf_folder.write(draft, model.stream(head), head)
 
 
 def to_peft(checkpoint: Path, model: Path, out: Path) -> None:
