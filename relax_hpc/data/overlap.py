@@ -14,7 +14,9 @@ from relax_hpc.errors import ConfigError
 WORDS = 13
 """Run of words that prompts of different origin rarely share."""
 COMMON = 0.1
-"""Words shared by this fraction of a set's prompts are a preamble, and are ignored."""
+"""A run of `_FEW` words that this fraction of a set's prompts share is an instruction, or the like.
+Its words are ignored, also where they continue what a question says."""
+_FEW = 6
 _CHUNK = 1024
 _EXAMPLES = 3
 _EACH_IS_A_WORD = "\u3040-\u30ff\u3400-\u9fff"
@@ -71,18 +73,18 @@ class _Heldout:
         self.left_out: list[LeftOut] = []
         grams, rows, first = [_no_hashes()], [np.zeros(0, np.int64)], 0
         for prompts, count in sets.values():
-            hashes, found, places = _no_hashes(count), [_no_hashes()], [np.zeros(0, np.int64)]
+            hashes, words, owners = _no_hashes(count), [_no_hashes()], [np.zeros(0, np.int64)]
             asked = _Texts(prompts, count)
             for start, texts in asked.chunks():
                 hashes[start : start + len(texts)] = _text_hashes(texts)
-                of_chunk, owners = _grams(texts)
-                found.append(of_chunk)
-                places.append(owners + start)
-            own, places_of = _telling(np.concatenate(found), np.concatenate(places), count)
+                of_chunk, own = _word_hashes(texts)
+                words.append(of_chunk)
+                owners.append(own + start)
+            telling, places = _telling(np.concatenate(words), np.concatenate(owners), count)
             self.texts.append(hashes)
             self.left_out.append(asked.left_out)
-            grams.append(own)
-            rows.append(places_of + first)
+            grams.append(telling)
+            rows.append(places + first)
             first += count
         order = np.argsort(np.concatenate(grams), kind="stable")
         self.rows = np.concatenate(rows)[order]
@@ -117,8 +119,9 @@ def find(
     heldout, hashes, asked = _Heldout(sets), _no_hashes(count), _Texts(train, count)
     for start, texts in asked.chunks():
         hashes[start : start + len(texts)] = _text_hashes(texts)
-        grams, owners = _grams(texts)
-        heldout.meet(grams, owners + start)
+        words, owners = _word_hashes(texts)
+        grams, begins = _grams(words, owners, WORDS)
+        heldout.meet(grams, owners[begins] + start)
     order = np.argsort(hashes, kind="stable")
     overlaps, first = {}, 0
     for (name, (prompts, used)), own, lacks in zip(
@@ -245,34 +248,43 @@ def _text_hashes(texts: Sequence[str]) -> _Hashes:
     return np.fromiter(map(xxhash.xxh3_64_intdigest, plain), np.uint64, len(texts))
 
 
-def _grams(texts: Sequence[str]) -> tuple[_Hashes, _Numbers]:
+def _word_hashes(texts: Sequence[str]) -> tuple[_Hashes, _Numbers]:
+    """Returns [words] the hash of each, and the text that has it."""
     import xxhash
 
     words = [_WORD.findall(text.partition("\0")[0].lower()) for text in texts]
     counts = [len(each) for each in words]
-    total = sum(counts)
     every = (xxhash.xxh3_64_intdigest(word.encode()) for each in words for word in each)
-    hashes = np.fromiter(every, np.uint64, total)
-    owners = np.repeat(np.arange(len(texts)), counts)
-    windows = max(total - WORDS + 1, 0)
+    return np.fromiter(every, np.uint64, sum(counts)), np.repeat(np.arange(len(texts)), counts)
+
+
+def _grams(words: _Hashes, owners: _Numbers, length: int) -> tuple[_Hashes, _Numbers]:
+    """Returns [runs of `length` words within a text] the hash of each, and where it begins."""
+    import xxhash
+
+    windows = max(len(words) - length + 1, 0)
     sums = _no_hashes(windows)
-    for place in range(WORDS):  # wraps; an odd factor for each place tells orders apart
+    for place in range(length):  # wraps; an odd factor for each place tells orders apart
         factor = np.uint64(xxhash.xxh3_64_intdigest(bytes([place])) | 1)
-        sums += hashes[place : place + windows] * factor
-    within = owners[:windows] == owners[total - windows :]
-    return sums[within], owners[:windows][within]
+        sums += words[place : place + windows] * factor
+    begins = np.flatnonzero(owners[:windows] == owners[len(words) - windows :])
+    return sums[begins], begins
 
 
-def _telling(grams: _Hashes, rows: _Numbers, count: int) -> tuple[_Hashes, _Numbers]:
-    """Unique pairs of gram and prompt, without grams that many prompts share."""
-    order = np.lexsort((rows, grams))
-    grams, rows = grams[order], rows[order]
-    is_new = np.ones(len(grams), bool)
-    is_new[1:] = (grams[1:] != grams[:-1]) | (rows[1:] != rows[:-1])
-    grams, rows = grams[is_new], rows[is_new]
-    _, inverse, counts = np.unique(grams, return_inverse=True, return_counts=True)
-    few = counts[inverse] <= max(2, COMMON * count)
-    return grams[few], rows[few]
+def _telling(words: _Hashes, owners: _Numbers, count: int) -> tuple[_Hashes, _Numbers]:
+    """Returns unique pairs of gram and prompt, without words that many prompts share."""
+    shared = np.zeros(len(words) + 1, np.int64)
+    few, begins = _grams(words, owners, _FEW)
+    pairs = np.unique(np.stack([few, owners[begins].astype(np.uint64)]), axis=1)
+    known, counts = np.unique(pairs[0], return_counts=True)
+    common = begins[np.isin(few, known[counts > max(2, COMMON * count)])]
+    np.add.at(shared, common, 1)
+    np.add.at(shared, common + _FEW, -1)
+    marked = np.concatenate([[0], np.cumsum(np.cumsum(shared[:-1]) > 0)])
+    grams, begins = _grams(words, owners, WORDS)
+    is_own = marked[begins + WORDS] == marked[begins]
+    pairs = np.unique(np.stack([grams[is_own], owners[begins[is_own]].astype(np.uint64)]), axis=1)
+    return pairs[0], pairs[1].astype(np.int64)
 
 
 def _no_hashes(count: int = 0) -> _Hashes:
