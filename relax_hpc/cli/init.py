@@ -139,8 +139,9 @@ def job_text(like: str, name: str, schema: Path) -> str:
         f"#:schema file://{schema}",
         f"# {name}: begun from the job `{like}` that comes with relax-hpc.",
         "#",
-        *about,
         f"#   run       relax-hpc submit {name}.toml",
+        f"# `{like}`, unchanged:",
+        *about,
         "",
         f"name = {json.dumps(name)}",
     ]

@@ -83,11 +83,7 @@ class Result:
 
 
 def trials(presets: Sequence[str], lags: Sequence[int], steps: int) -> list[Trial]:
-    """All combinations; all presets if none is named.
-
-    Raises:
-        ConfigError: there is no such preset.
-    """
+    """All combinations; all presets if none is named."""
     if unknown := [name for name in presets if name not in PRESETS]:
         raise ConfigError(f"--preset {unknown[0]}: {none_of(unknown[0], PRESETS)}")
     return [Trial(preset, lag, steps) for lag in lags for preset in presets or PRESETS]
@@ -105,7 +101,6 @@ def measure(
     """Runs what was not run before.
 
     Args:
-        wanted: in this order.
         job: file of the task; presets are taken as they are, whatever its [algorithm] says.
         folder: of the results and, meanwhile, of the runs; those that fail stay there.
         overrides: further settings of all jobs; results do not know of them: use another folder.

@@ -82,18 +82,7 @@ def measure(
     overrides: Sequence[str] = (),
     python: str | None = None,
 ) -> Iterator[ReportRow]:
-    """Rows as they come.
-
-    Args:
-        parts: of `PARTS`; all if none.
-        shape: a name of `media_shapes.SHAPES`, or a model's folder.
-        works: work of each part.
-        overrides: further settings of the job that the engine is of.
-        python: interpreter that has SGLang.
-
-    Raises:
-        ConfigError: no such part, or as the parts.
-    """
+    """Rows as they come, of these of `PARTS`; of all if none is named."""
     for part in parts:
         if part not in PARTS:
             raise ConfigError(f"--part {part}: {none_of(part, PARTS)}")

@@ -77,18 +77,7 @@ class Figures(NamedTuple):
 def measure(
     shape: str, work: Work, *, overrides: Sequence[str] = (), python: str | None = None
 ) -> list[ReportRow]:
-    """Starts an engine and asks it both ways, in turns.
-
-    Args:
-        shape: a name of `media_shapes.SHAPES` (random weights), or a model's folder.
-        work: what to ask.
-        overrides: further settings of a job, "engines.rollout.args.mem_fraction_static=0.8".
-        python: interpreter that has SGLang.
-
-    Raises:
-        ConfigError: no such shape, or a model of text only.
-        EngineError: the engine refuses a request, or reads another prompt than was sent.
-    """
+    """Starts an engine, of random weights if a shape is named, and asks it both ways, in turns."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with scratch_folder("bench") as folder:
@@ -218,12 +207,9 @@ class _Turns:
 
         async def ask() -> None:
             body = {
-                "input_ids": self._prompt,
-                "image_data": [photo.png],
-                "sampling_params": sampling,
-                "return_logprob": True,
-                "stream": False,
-            }
+                "input_ids": self._prompt, "image_data": [photo.png], "sampling_params": sampling,
+                "return_logprob": True, "stream": False,
+            }  # fmt: skip
             pieces = [piece async for piece in self._http.stream("POST", "/generate", body)]
             meta = json.loads(b"".join(pieces))["meta_info"]
             self._check("PNG", int(meta["completion_tokens"]), 1)
@@ -239,22 +225,14 @@ class _Turns:
 def _config(shape: str, model: Path, work: Work, overrides: Sequence[str]) -> RunConfig:
     import torch
 
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    args = {"load_format": "dummy"} if shape in SHAPES else {}
+    engine = {"kind": "sglang", "max_running_requests": work.requests, "args": args}
     tree = {
-        "name": "bench",
-        "model": {
-            "path": str(model),
-            "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
-        },
-        "prompts": {"train": "unused"},
-        "engines": {
-            "rollout": {
-                "kind": "sglang",
-                "max_running_requests": work.requests,
-                "args": {"load_format": "dummy"} if shape in SHAPES else {},
-            }
-        },
+        "name": "bench", "model": {"path": str(model), "dtype": dtype},
+        "prompts": {"train": "unused"}, "engines": {"rollout": engine},
         "schedule": {"num_steps": 1},
-    }
+    }  # fmt: skip
     config = with_overrides(tree, overrides, source="bench media")
     assert isinstance(config, RunConfig)
     return config

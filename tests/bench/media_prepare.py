@@ -61,15 +61,7 @@ class Holds(NamedTuple):
 
 
 def measure(shape: str, work: Work) -> Iterator[ReportRow]:
-    """Rows as they come.
-
-    Args:
-        shape: a name of `media_shapes.SHAPES`, or a model's folder, for its preprocessor.
-        work: images to prepare.
-
-    Raises:
-        ConfigError: no such shape, or a model of text only.
-    """
+    """Rows as they come; `shape` names one of `media_shapes.SHAPES` or a model's folder."""
     with scratch_folder("bench") as folder:
         model = model_folder(shape, folder)
         recipe = recipe_of(model)

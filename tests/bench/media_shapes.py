@@ -77,11 +77,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def model_folder(shape: str, folder: Path) -> Path:
-    """Returns the folder of a model that sees: one of the user's, or written to `folder`.
-
-    Raises:
-        ConfigError: no such shape.
-    """
+    """Returns the folder of a model that sees: one of the user's, or written to `folder`."""
     if found := users_folder(shape, SHAPES):
         return found
     write_json(folder / "config.json", SHAPES[shape])

@@ -78,14 +78,6 @@ def share(tower_s: float, language_s: float) -> float:
 def measure(shape: str, work: Work) -> list[ReportRow]:
     """Measures in processes of their own, whose memory is free afterwards: of one rank and, where
     there is a second GPU, of two that share the images out.
-
-    Args:
-        shape: a name of `media_shapes.SHAPES`, or a model's folder, of which config.json and the
-            preprocessor are used.
-        work: what to measure.
-
-    Raises:
-        ConfigError: no such shape, a model of text only, or the process failed.
     """
     with scratch_folder("bench") as folder:
         task = Task(work, model_folder(shape, folder), folder)

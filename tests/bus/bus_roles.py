@@ -9,7 +9,6 @@ python bus_roles.py plan ROOT STEP...         steps: open, batch:STEP, advance:S
 python bus_roles.py follow LOG TURNS FOLDER   reads the log once after each turn of `append`
 python bus_roles.py append LOG TURNS FOLDER
 python bus_roles.py audit ROOT
-python bus_roles.py read ROOT                 digests of all that is planned
 python bus_roles.py log ROOT NAME             guids in the order of their valid commit records
 
 Exit code 3 and the message on stderr: a named error of the bus.
@@ -30,7 +29,7 @@ from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.durable import GrowingFile
 from relax_hpc.bus.log import RECORD_BYTES, CommitRecord, LogWriter, RecordKind, read_log
-from relax_hpc.bus.plan import PlanPosition, read_chain
+from relax_hpc.bus.plan import PlanPosition
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
@@ -178,12 +177,6 @@ def train(root, groups, checkpoint):
     print(json.dumps(state[1]))
 
 
-def read(root):
-    reader = Reader(BusPaths(root))
-    steps = read_chain(BusPaths(root)).steps
-    print(json.dumps([digest(reader.rows(r, range(r.num_trajectories))) for r in steps]))
-
-
 def log(root, name):
     records = read_log(BusPaths(root).log(name))
     print(json.dumps([record.guid_min for record in records if record.rows]))
@@ -195,7 +188,7 @@ def count(root):
 
 COMMANDS = {
     "make": make, "produce": produce, "act": act, "plan": plan, "append": append,
-    "follow": follow, "train": train, "read": read, "log": log, "audit": count,
+    "follow": follow, "train": train, "log": log, "audit": count,
 }  # fmt: skip
 
 

@@ -3,17 +3,8 @@
 import shutil
 from contextlib import closing
 
+import crash_roles
 from bus_fixtures import SIBLINGS
-from crash_roles import (
-    STEPS,
-    P,
-    World,
-    expected_chain,
-    newest_state,
-    open_sequencer,
-    train_step,
-    valid_states,
-)
 
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.plan import read_chain
@@ -39,7 +30,7 @@ class _Nobody:
 def missing_files(world):
     """Lists missing files that a run needs that resumes from the oldest checkpoint that is kept."""
     chain = read_chain(world.bus)
-    step = min((state["step"] for state in valid_states(world, chain)), default=0)
+    step = min((state["step"] for state in crash_roles.valid_states(world, chain)), default=0)
     files = set()
     for record in chain.steps:
         if record.step > step:
@@ -51,17 +42,17 @@ def missing_files(world):
 
 def problems(world):
     """Lists what is wrong with a run that has ended and been tidied up."""
-    state = newest_state(world)
+    state = crash_roles.newest_state(world)
     found = []
-    if state["step"] != STEPS:
+    if state["step"] != crash_roles.STEPS:
         found.append(f"the last checkpoint is of step {state['step']}")
     guids = [guid for step in state["guids"] for guid in step]
     expected = [guid for batch in world.batches for guid in batch]
-    if sorted(guids) != expected or {len(g) for g in state["guids"]} != {P}:
+    if sorted(guids) != expected or {len(g) for g in state["guids"]} != {crash_roles.P}:
         found.append(f"trained on prompts {state['guids']}")
     setup = world.setup
     if setup.over_age == "wait" and setup.portion_tokens == float("inf"):
-        if state["chain"] != expected_chain(world):
+        if state["chain"] != crash_roles.expected_chain(world):
             found.append("the trainer's state is not that of an undisturbed run")
     elif setup.over_age == "wait":
         wrong = [s for s, g in enumerate(state["guids"]) if sorted(g) != world.batches[s]]
@@ -76,7 +67,10 @@ def accounts(world):
     counts = audit(world.bus)
     explained = counts.planned + counts.duplicates + counts.over_age + counts.damaged
     explained += counts.skipped
-    wanted, skipped = P * STEPS * SIBLINGS, sum(map(world.is_flat, range(world.num_groups)))
+    wanted, skipped = (
+        crash_roles.P * crash_roles.STEPS * SIBLINGS,
+        sum(map(world.is_flat, range(world.num_groups))),
+    )
     found = (counts.planned, counts.skipped, counts.planned_twice, counts.dropped)
     if found != (wanted, skipped * SIBLINGS, 0, 0):
         return [f"lost or doubled: {counts}"]
@@ -92,14 +86,14 @@ def left_over(world):
 
 def replayed(world):
     """The state of a trainer that reads the whole plan undisturbed, from shards that were kept."""
-    copy = World(world.root / "replay", world.setup)
+    copy = crash_roles.World(world.root / "replay", world.setup)
     shutil.copytree(world.root / "bus", copy.root / "bus")
     if (world.root / "archive").exists():
         shutil.copytree(world.root / "archive", copy.root, dirs_exist_ok=True)
     for snapshot in copy.bus.plan.glob("snap.*"):
         snapshot.unlink()
     state = {"step": 0, "chain": [], "guids": []}
-    with open_sequencer(copy, None) as sequencer, closing(Reader(copy.bus)) as reader:
-        for step in range(1, STEPS + 1):
-            train_step(copy, _Nobody(), sequencer, reader, state, step)
+    with crash_roles.open_sequencer(copy, None) as sequencer, closing(Reader(copy.bus)) as reader:
+        for step in range(1, crash_roles.STEPS + 1):
+            crash_roles.train_step(copy, _Nobody(), sequencer, reader, state, step)
     return state["chain"]

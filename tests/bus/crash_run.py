@@ -163,11 +163,7 @@ def drawn_fate(seed, name, number):
 
 
 def sweep(injections, seed, progress=lambda text: None):
-    """Some of the deaths are chosen so that every point is among them, the others are drawn.
-
-    Returns:
-        (deaths, runs)
-    """
+    """(deaths, runs), some of them chosen so that every point is among them, the others drawn."""
     deaths, runs = [], 0
     for found in deaths_of_runs(injections, seed):
         deaths += found

@@ -1,7 +1,6 @@
 """File systems to fill, to forbid and to limit; each is unmounted again, and nothing else is."""
 
 import os
-import shutil
 import subprocess
 from contextlib import contextmanager
 
@@ -10,13 +9,6 @@ import pytest
 
 def _run(*words):
     return subprocess.run([str(w) for w in words], capture_output=True, text=True, check=False)
-
-
-def _program(name):
-    found = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
-    if found is None:
-        pytest.skip(f"{name} is not installed")
-    return found
 
 
 @contextmanager
@@ -33,37 +25,8 @@ def mounted(folder, *words):
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-@contextmanager
-def image(folder, megabytes, *make):
-    """A file system in a file, on a loop device that goes away with the mount."""
-    program = _program(make[0])
-    file = folder.with_suffix(".img")
-    with file.open("wb") as disk:
-        disk.truncate(megabytes << 20)
-    answer = _run(program, *make[1:], file)
-    assert answer.returncode == 0, answer.stderr
-    with mounted(folder, "-o", "loop", file):
-        yield folder
-    file.unlink()
-
-
 def small_tmpfs(folder, megabytes):
     return mounted(folder, "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs")
-
-
-def small_ext4(folder, megabytes):
-    return image(folder, megabytes, "mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal")
-
-
-@contextmanager
-def btrfs_with_quota(folder, megabytes):
-    """Room is plenty, but the quota is not."""
-    with image(folder, 256, "mkfs.btrfs", "-q"):
-        for words in (["quota", "enable"], ["qgroup", "limit", f"{megabytes}M"]):
-            answer = _run(_program("btrfs"), *words, folder)
-            if answer.returncode:
-                pytest.skip(f"no quotas here: {answer.stderr.strip()}")
-        yield folder
 
 
 @contextmanager

@@ -1,12 +1,11 @@
 """The critic on a real bus: a model of one number, which is killed and goes on."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from bus_fixtures import PRODUCERS, SIBLINGS, P, group, produce, produce_all, sequencer, whole_batch
+from bus_fixtures import PRODUCERS, SIBLINGS, P, group, produce_all, sequencer, whole_batch
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.credits import CreditTail
@@ -18,11 +17,9 @@ from relax_hpc.bus.sidecar import SidecarWriter
 from relax_hpc.config import job_file
 from relax_hpc.roles.critic import loop
 from relax_hpc.roles.dealing.portions import Batch, judge_of
-from relax_hpc.roles.scorer import build as scorer
 from relax_hpc.runtime.comm.world import SoloWorld
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry.events import EventWriter, read_events
-from relax_hpc.runtime.telemetry.timers import Timers
 from relax_hpc.schema import FinishReason, PromptGroup
 
 STEPS = 5
@@ -234,27 +231,3 @@ def test_whenever_it_is_killed_it_learns_the_same_and_values_are_of_the_version_
         if event["event"] == "critic_step":
             assert steps.setdefault(event["step"], event["loss"]) == event["loss"]
     assert undisturbed.setdefault("losses", steps) == steps and len(steps) == STEPS
-
-
-def test_without_a_trainer_it_values_nothing_twice_and_tells_waiting_ranks(run, monkeypatch):
-    config, paths = run
-    monkeypatch.setattr(scorer, "SIGN_OF_LIFE_S", 0.1)
-    with opened(config, paths) as mine:
-        begun = time.monotonic()
-        assert mine.next_task(0, Timers()).parts == [] and time.monotonic() - begun >= 0.1
-        produce(paths.bus, PRODUCERS[0], (0,))
-        found = mine.next_task(0, Timers())
-        assert [part.lo for part in found.parts] == [0]
-        mine.put([np.zeros(7, np.float32)] * SIBLINGS, version=0)
-        assert mine.next_task(0, Timers()).parts == []
-
-
-def test_before_the_jobs_end_it_begins_nothing_though_there_is_something(run):
-    config, paths = run
-    produce(paths.bus, PRODUCERS[0], (0,))
-    near = [True]
-    with opened(config, paths, is_ending=lambda: near[0]) as mine:
-        assert mine.next_task(0, Timers()).parts == []
-        mine.put([], version=0)
-        near[0] = False
-        assert [part.lo for part in mine.next_task(0, Timers()).parts] == [0]

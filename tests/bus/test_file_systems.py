@@ -121,27 +121,6 @@ def test_a_zombie_trainer_on_another_host_is_fenced_and_harms_nothing(hosts):
     assert counts["dropped"] == 0
 
 
-def test_roles_that_die_and_move_to_the_other_host_and_back_go_on_exactly(hosts):
-    bus = made(hosts[0], "moves")
-    checkpoint = work(hosts) / "moves.json"
-    for turn in range(4):
-        here, there = hosts[turn % 2], hosts[1 - turn % 2]
-        producers = [produce(there, bus, rank) for rank in (0, 1)]
-        trainer = train(here, bus, checkpoint)
-        if turn == 3:
-            finish(trainer, producers)
-        else:
-            steps = turn + 1
-            deadline = time.monotonic() + 60
-            while not checkpoint.exists() or len(json.loads(checkpoint.read_text())[1]) < steps:
-                assert time.monotonic() < deadline, trainer.err
-                time.sleep(0.01)
-            for job in (trainer, *producers):
-                job.kill()
-    for host in hosts:
-        assert_sound(host, bus)
-
-
 def test_a_host_that_loses_power_has_lost_nothing_that_was_committed(hosts):
     alpha, beta = hosts
     bus, checkpoint = made(beta, "power"), work(hosts) / "power.json"
@@ -156,18 +135,3 @@ def test_a_host_that_loses_power_has_lost_nothing_that_was_committed(hosts):
     again = [produce(alpha, bus, rank) for rank in (0, 1)]
     finish(trainer, again)
     assert_sound(beta, bus)
-
-
-def test_a_draft_that_a_zombie_on_the_same_host_holds_open_stops_nobody(hosts):
-    """NFS keeps a deleted file that is open as `.nfs...`, which cannot be deleted."""
-    alpha, _ = hosts
-    bus, here = made(alpha, "open"), work(hosts)
-    held, go = here / "open-held", here / "open-go"
-    steps = ["open", "draft", f"touch:{held}", f"wait:{go}"]
-    zombie = alpha.start("role", "act", bus, "rollout-0", *steps)
-    try:
-        for steps in ([f"wait:{held}", "open", "close"], ["open", "put:0", "close"]):
-            alpha.run("role", "act", bus, "rollout-0", *steps)
-    finally:
-        go.touch()
-        zombie.wait()

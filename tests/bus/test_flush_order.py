@@ -146,10 +146,7 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_older_ones_go(tmp_pa
     with recorded() as calls:
         checkpoints.save(trainer, PlanPosition(1, 4, 4))
     removed = next(n for n, line in enumerate(calls) if line.startswith("rename step_00000003"))
-    assert calls[removed - 2 : removed] == [
-        "rename draft -> step_00000004",
-        "flush checkpoints/",
-    ]
+    assert calls[removed - 2 : removed] == ["rename draft -> step_00000004", "flush checkpoints/"]
 
 
 @pytest.mark.parametrize("durable", [True, False])

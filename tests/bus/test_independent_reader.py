@@ -2,7 +2,6 @@
 
 import json
 import struct
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -10,7 +9,6 @@ from bus_fixtures import PRODUCERS, group, make_bus, produce
 from test_shard import image, rich
 
 from relax_hpc.bus.producer import Producer
-from relax_hpc.schema import PromptGroup
 
 
 # --- the stranger's program: h5py, numpy and the standard library
@@ -86,14 +84,3 @@ def test_a_reader_in_plain_h5py_gets_what_was_put(tmp_path):
     for guid, prompt_group in put.items():
         for row, t in zip(found[guid], prompt_group.trajectories, strict=True):
             assert_is(row, t)
-
-
-def test_what_was_not_committed_is_not_seen(tmp_path):
-    paths = make_bus(tmp_path)
-    produce(paths, PRODUCERS[0], [0])
-    log = Path(paths.log(PRODUCERS[0]))
-    whole = log.read_bytes()
-    with Producer(paths, PRODUCERS[0], {}) as producer:
-        producer.put([PromptGroup(2, group(2).trajectories)])
-    log.write_bytes(whole)  # as if the second incarnation's records had been lost
-    assert [p.name for p in committed(tmp_path / "bus")] == [f"{0:012d}.h5"]

@@ -55,12 +55,11 @@ def test_rows_that_fill_the_budget_exactly_share_a_micro_batch():
 
 @pytest.mark.parametrize("draw", [lognormal, pareto])
 @pytest.mark.parametrize("cap", [8192, 32768])
-@pytest.mark.parametrize("num_ranks", [8, 16, 64])
-@pytest.mark.parametrize("rows_per_rank", [16, 64])
+@pytest.mark.parametrize(("num_ranks", "rows_per_rank"), [(8, 64), (64, 16)])
 def test_ranks_are_within_5_percent_and_few_micro_batches_are_made(
     draw, cap, num_ranks, rows_per_rank
 ):
-    for seed in range(5):
+    for seed in range(3):
         lengths = draw(np.random.default_rng(seed), num_ranks * rows_per_rank, cap).tolist()
         shards = [row // 128 for row in range(len(lengths))]
         plan = plan_micro_batches(lengths, num_ranks=num_ranks, budget=cap, shards=shards)
@@ -93,20 +92,6 @@ def test_what_earlier_portions_left_uneven_is_made_up_for():
     plan = plan_micro_batches(lengths, num_ranks=3, budget=50, load=load)
     assert tokens(lengths, plan) == [0, 60, 40]
     check(lengths, plan, 50)
-
-
-@pytest.mark.parametrize("num_portions", [2, 5])
-def test_the_whole_batch_is_balanced_when_it_comes_in_portions(num_portions):
-    for seed in range(5):
-        lengths = lognormal(np.random.default_rng(seed), 16 * 128, 32768).tolist()
-        load = [0] * 16
-        for part in np.array_split(np.arange(len(lengths)), num_portions):
-            portion = [lengths[row] for row in part]
-            shards = [int(row) // 128 for row in part]
-            plan = plan_micro_batches(portion, num_ranks=16, budget=32768, load=load, shards=shards)
-            check(portion, plan, 32768)
-            load = [a + b for a, b in zip(load, tokens(portion, plan), strict=True)]
-        assert imbalance(load) <= 0.05
 
 
 @settings(deadline=None, max_examples=300)

@@ -4,26 +4,11 @@ import gc
 import os
 import pathlib
 import re
-import struct
 import tracemalloc
 from pathlib import Path
 
-import numpy as np
+import bus_fixtures as made
 import pytest
-from bus_fixtures import (
-    PRODUCERS,
-    SIBLINGS,
-    P,
-    batch,
-    group,
-    make_bus,
-    produce,
-    produce_all,
-    rows_of,
-    same,
-    sequencer,
-    whole_batch,
-)
 
 from relax_hpc.bus import credits, durable, layout
 from relax_hpc.bus import sequencer as lateness
@@ -57,13 +42,13 @@ def files(paths, name):
 
 
 def test_a_batch_is_the_next_prompts_in_order_whatever_order_they_were_committed_in(tmp_path):
-    paths = make_bus(tmp_path)
-    produce(paths, "rollout-1", [7, 3, 1, 5])
-    produce(paths, "rollout-0", [2, 6, 0, 4], per_shard=3)
-    with sequencer(paths) as seq:
-        assert [batch(seq, step).guids for step in (1, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    paths = made.make_bus(tmp_path)
+    made.produce(paths, "rollout-1", [7, 3, 1, 5])
+    made.produce(paths, "rollout-0", [2, 6, 0, 4], per_shard=3)
+    with made.sequencer(paths) as seq:
+        assert [made.batch(seq, step).guids for step in (1, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
         reader = Reader(paths)
-        index = reader.index(batch(seq, 1))
+        index = reader.index(made.batch(seq, 1))
         assert index.guid.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
         assert index.sibling.tolist() == [0, 1] * 4
         assert index.segment.tolist() == [0] * 8
@@ -72,27 +57,27 @@ def test_a_batch_is_the_next_prompts_in_order_whatever_order_they_were_committed
 
 
 def test_the_reader_returns_exactly_what_was_put_in_the_order_asked_for(tmp_path):
-    paths = make_bus(tmp_path)
-    produce_all(paths, P, per_shard=2)
-    expected = [t for guid in range(P) for t in group(guid).trajectories]
-    with sequencer(paths) as seq:
-        record = batch(seq, 1)
+    paths = made.make_bus(tmp_path)
+    made.produce_all(paths, made.P, per_shard=2)
+    expected = [t for guid in range(made.P) for t in made.group(guid).trajectories]
+    with made.sequencer(paths) as seq:
+        record = made.batch(seq, 1)
     for rows in [range(8), [6, 1, 0, 7], [3], [], [2, 2]]:
         found = Reader(paths).rows(record, rows)
         assert len(found) == len(rows)
-        assert all(same(t, expected[row]) for t, row in zip(found, rows, strict=True))
+        assert all(made.same(t, expected[row]) for t, row in zip(found, rows, strict=True))
 
 
 def test_damaged_payload_is_found_before_it_reaches_the_trainer(tmp_path):
-    paths = make_bus(tmp_path)
-    produce_all(paths, P)
+    paths = made.make_bus(tmp_path)
+    made.produce_all(paths, made.P)
     shard = paths.shard("rollout-1", 1, 1)  # guid 3
     data = bytearray(shard.read_bytes())
-    at = data.index(group(3).trajectories[0].token_ids.tobytes())
+    at = data.index(made.group(3).trajectories[0].token_ids.tobytes())
     data[at] ^= 1
     shard.write_bytes(data)
-    with sequencer(paths) as seq:
-        record = batch(seq, 1)
+    with made.sequencer(paths) as seq:
+        record = made.batch(seq, 1)
     Reader(paths).rows(record, range(6))
     with pytest.raises(BusError, match=r"rollout-1/f1/0{11}1\.h5: is corrupt.*token_ids"):
         Reader(paths).rows(record, [6])
@@ -111,15 +96,15 @@ def put_another_shard_there(path):
 @pytest.mark.parametrize("damage", [damage_header, put_another_shard_there, Path.unlink])
 @pytest.mark.parametrize("restart", [False, True])
 def test_groups_of_a_damaged_shard_are_sampled_again(tmp_path, caplog, damage, restart):
-    paths = make_bus(tmp_path)
-    produce(paths, "rollout-1", [1, 3])
+    paths = made.make_bus(tmp_path)
+    made.produce(paths, "rollout-1", [1, 3])
     producer = Producer(paths, "rollout-0", {})
-    producer.put([group(0)])
-    producer.put([group(2)])
+    producer.put([made.group(0)])
+    producer.put([made.group(2)])
     damage(paths.shard("rollout-0", 1, 0))
-    with sequencer(paths) as seq:
+    with made.sequencer(paths) as seq:
         with pytest.raises(PeerTimeoutError, match=r"rollout-0 owes \[0\]"):
-            whole_batch(seq, 1, timeout_s=0)
+            made.whole_batch(seq, 1, timeout_s=0)
         assert re.search(r"rollout-0/f1/0{12}\.h5: .*sampled again", caplog.text)
         if restart:
             producer = Producer(paths, "rollout-0", {})
@@ -128,33 +113,36 @@ def test_groups_of_a_damaged_shard_are_sampled_again(tmp_path, caplog, damage, r
             owed = producer.owe_again(CreditTail(paths).latest().owed)
         assert owed == [0]
         assert producer.owe_again(CreditTail(paths).latest().owed) == []
-        producer.put([group(0, version=7)])
-        record = batch(seq, 1)
+        producer.put([made.group(0, version=7)])
+        record = made.batch(seq, 1)
         assert record.guids == [0, 1, 2, 3]
         assert CreditTail(paths).latest().owed[0].guid == -1
-    with sequencer(paths) as seq:
-        assert batch(seq, 1) == record
-    assert [t.policy_version_max for t in rows_of(paths, record)] == [7, 7, 0, 0, 0, 0, 0, 0]
+    with made.sequencer(paths) as seq:
+        assert made.batch(seq, 1) == record
+    assert [t.policy_version_max for t in made.rows_of(paths, record)] == [7, 7, 0, 0, 0, 0, 0, 0]
     counts = audit(paths)
-    assert (counts.damaged, counts.dropped, counts.duplicates) == (SIBLINGS, 0, 0)
+    assert (counts.damaged, counts.dropped, counts.duplicates) == (made.SIBLINGS, 0, 0)
     assert counts.committed == counts.planned + counts.damaged
 
 
 def test_storage_that_keeps_losing_shards_stops_the_run(tmp_path):
-    paths = make_bus(tmp_path)
-    produce(paths, "rollout-0", range(0, 20, 2))
+    paths = made.make_bus(tmp_path)
+    made.produce(paths, "rollout-0", range(0, 20, 2))
     for seq in range(9):
         damage_header(paths.shard("rollout-0", 1, seq))
-    with sequencer(paths) as seq, pytest.raises(BusError, match="8 committed shards of rollout-0"):
-        batch(seq, 1)
+    with (
+        made.sequencer(paths) as seq,
+        pytest.raises(BusError, match="8 committed shards of rollout-0"),
+    ):
+        made.batch(seq, 1)
 
 
 def test_waiting_ends_at_the_deadline_and_names_who_owes_what(tmp_path):
-    paths = make_bus(tmp_path)
-    produce(paths, "rollout-0", [0, 2])
+    paths = made.make_bus(tmp_path)
+    made.produce(paths, "rollout-0", [0, 2])
     polls = []
-    with sequencer(paths) as seq, pytest.raises(PeerTimeoutError) as error:
-        whole_batch(seq, 1, timeout_s=0.1, on_wait=lambda: polls.append(1))
+    with made.sequencer(paths) as seq, pytest.raises(PeerTimeoutError) as error:
+        made.whole_batch(seq, 1, timeout_s=0.1, on_wait=lambda: polls.append(1))
     assert "rollout-1 owes [1, 3]" in str(error.value)
     assert "rollout-0" not in str(error.value)
     assert polls
@@ -165,31 +153,31 @@ def test_who_waits_asks_seldom_whether_there_is_room_and_has_patience_while_ther
 ):
     answers = [True] * 40
     monkeypatch.setattr(lateness, "is_short", lambda: bool(answers) and answers.pop())
-    paths, polls = make_bus(tmp_path), []
+    paths, polls = made.make_bus(tmp_path), []
 
     def poll():
         polls.append(1)
         if len(polls) == 20:
             raise KeyboardInterrupt
 
-    with sequencer(paths) as seq, pytest.raises(KeyboardInterrupt):
-        whole_batch(seq, 1, timeout_s=1800, on_wait=poll)
+    with made.sequencer(paths) as seq, pytest.raises(KeyboardInterrupt):
+        made.whole_batch(seq, 1, timeout_s=1800, on_wait=poll)
     assert len(answers) == 39
     polls.clear()
-    with sequencer(paths) as seq, pytest.raises(KeyboardInterrupt):
-        whole_batch(seq, 1, timeout_s=0.05, on_wait=poll)  # twenty polls take longer
+    with made.sequencer(paths) as seq, pytest.raises(KeyboardInterrupt):
+        made.whole_batch(seq, 1, timeout_s=0.05, on_wait=poll)  # twenty polls take longer
 
 
 @pytest.mark.parametrize("over_age", ["wait", "drop"])
 def test_groups_are_lacking_until_all_are_committed_though_a_column_is_missing(tmp_path, over_age):
-    paths, seen = make_bus(tmp_path, writers={"reference-0": "reference"}), []
-    with sequencer(paths, over_age=over_age, needs=("reference",)) as seq:
+    paths, seen = made.make_bus(tmp_path, writers={"reference-0": "reference"}), []
+    with made.sequencer(paths, over_age=over_age, needs=("reference",)) as seq:
 
         def wait():
             seen.append(seq.lacks_groups())
             if len(seen) == 3:
                 raise KeyboardInterrupt
-            produce(paths, f"rollout-{len(seen) - 1}", [len(seen) - 1, len(seen) + 1])
+            made.produce(paths, f"rollout-{len(seen) - 1}", [len(seen) - 1, len(seen) + 1])
 
         with pytest.raises(KeyboardInterrupt):
             seq.next_portion(1, timeout_s=60, on_wait=wait)
@@ -200,78 +188,61 @@ def test_groups_are_lacking_until_all_are_committed_though_a_column_is_missing(t
 
 
 def test_a_restarted_sequencer_replays_the_identical_plan_and_goes_on(tmp_path):
-    paths = make_bus(tmp_path)
-    produce_all(paths, 3 * P)
-    with sequencer(paths) as seq:
-        first = [batch(seq, step) for step in (1, 2)]
+    paths = made.make_bus(tmp_path)
+    made.produce_all(paths, 3 * made.P)
+    with made.sequencer(paths) as seq:
+        first = [made.batch(seq, step) for step in (1, 2)]
         position = seq.position
-        third = batch(seq, 3)
-    produce_all(paths, 4 * P)
-    with sequencer(paths, position) as seq:
-        assert batch(seq, 3) == third
-        assert batch(seq, 4).guids == [12, 13, 14, 15]
-    with sequencer(paths) as seq:  # as if it had died before its first checkpoint
-        assert [batch(seq, step) for step in (1, 2, 3)] == [*first, third]
+        third = made.batch(seq, 3)
+    made.produce_all(paths, 4 * made.P)
+    with made.sequencer(paths, position) as seq:
+        assert made.batch(seq, 3) == third
+        assert made.batch(seq, 4).guids == [12, 13, 14, 15]
+    with made.sequencer(paths) as seq:  # as if it had died before its first checkpoint
+        assert [made.batch(seq, step) for step in (1, 2, 3)] == [*first, third]
     assert audit(paths) == BusAudit(32, 32, 0, 0, 0, steps=4, max_staleness=3)
 
 
 def test_a_group_committed_twice_is_used_once_and_counted_also_over_restarts(tmp_path):
-    paths = make_bus(tmp_path)
+    paths = made.make_bus(tmp_path)
     with Producer(paths, "rollout-0", {}) as producer:
-        producer.put([group(0, version=0), group(2)])
+        producer.put([made.group(0, version=0), made.group(2)])
         producer._source.clear()  # as if it had lost its memory
-        producer.put([group(2, version=1), group(4)])
-        producer.put([group(6)])
-    produce(paths, "rollout-1", [1, 3, 5, 7])
-    with sequencer(paths) as seq:
-        record = batch(seq, 1)
-        assert seq.duplicates == SIBLINGS
-    with sequencer(paths) as seq:
-        assert batch(seq, 1) == record
-        assert batch(seq, 2).guids == [4, 5, 6, 7]
-        assert seq.duplicates == SIBLINGS
-    assert {t.policy_version_max for t in rows_of(paths, record)} == {0}
+        producer.put([made.group(2, version=1), made.group(4)])
+        producer.put([made.group(6)])
+    made.produce(paths, "rollout-1", [1, 3, 5, 7])
+    with made.sequencer(paths) as seq:
+        record = made.batch(seq, 1)
+        assert seq.duplicates == made.SIBLINGS
+    with made.sequencer(paths) as seq:
+        assert made.batch(seq, 1) == record
+        assert made.batch(seq, 2).guids == [4, 5, 6, 7]
+        assert seq.duplicates == made.SIBLINGS
+    assert {t.policy_version_max for t in made.rows_of(paths, record)} == {0}
     counts = audit(paths)
-    assert (counts.duplicates, counts.planned_twice, counts.dropped) == (SIBLINGS, 0, 0)
+    assert (counts.duplicates, counts.planned_twice, counts.dropped) == (made.SIBLINGS, 0, 0)
     assert counts.committed == counts.planned + counts.duplicates
 
 
-def test_a_repeated_group_beside_a_new_one_is_ignored_and_the_new_one_used(tmp_path):
-    paths = make_bus(tmp_path)
-    produce_all(paths, P)
-    with sequencer(paths) as seq:
-        batch(seq, 1)
-        with Producer(paths, "rollout-0", {}) as producer:
-            producer._source.clear()
-            producer.put([group(0, version=1), group(4), group(6)])
-        produce(paths, "rollout-1", [5, 7])
-        record = batch(seq, 2)
-        assert [(part.lo, part.hi) for part in record.parts] == [(2, 4), (0, 2), (4, 6), (0, 2)]
-        assert seq.duplicates == SIBLINGS
-    with sequencer(paths) as seq:
-        assert [batch(seq, step).policy_version_min for step in (1, 2)] == [0, 0]
-    assert audit(paths) == BusAudit(18, 16, 0, SIBLINGS, 0, steps=2, max_staleness=1)
-
-
 def test_the_audit_sees_a_double_planning_that_the_sequencer_would_never_do(tmp_path):
-    paths = make_bus(tmp_path)
-    produce_all(paths, 2 * P)
-    with sequencer(paths) as seq:
-        record = batch(seq, 1)
+    paths = made.make_bus(tmp_path)
+    made.produce_all(paths, 2 * made.P)
+    with made.sequencer(paths) as seq:
+        record = made.batch(seq, 1)
         seq._append(record._replace(step=2))
-    assert audit(paths).planned_twice == P * SIBLINGS
+    assert audit(paths).planned_twice == made.P * made.SIBLINGS
 
 
 def test_a_zombie_sequencer_is_fenced_and_what_it_appends_does_not_count(tmp_path):
-    paths = make_bus(tmp_path)
-    produce_all(paths, 3 * P)
-    zombie = sequencer(paths)
-    first = batch(zombie, 1)
+    paths = made.make_bus(tmp_path)
+    made.produce_all(paths, 3 * made.P)
+    zombie = made.sequencer(paths)
+    first = made.batch(zombie, 1)
     zombie.check_fenced()
-    with sequencer(paths) as owner:
+    with made.sequencer(paths) as owner:
         for act in (
             zombie.check_fenced,
-            lambda: batch(zombie, 2),
+            lambda: made.batch(zombie, 2),
             lambda: zombie.advance(step=1, policy_version=1),
             lambda: zombie.release(1),
             zombie.finish,
@@ -279,111 +250,117 @@ def test_a_zombie_sequencer_is_fenced_and_what_it_appends_does_not_count(tmp_pat
             with pytest.raises(BusError, match="fence 2 was claimed after 1"):
                 act()
         zombie._log.append(first._replace(step=2)._asdict())  # it had passed the check just before
-        assert batch(owner, 2).guids == [4, 5, 6, 7]
+        assert made.batch(owner, 2).guids == [4, 5, 6, 7]
         assert [r.guids[0] for r in read_chain(paths).steps] == [0, 4]
     zombie.close()
     slipped_in = PlanPosition(fence=1, records=2, step=2)
     assert not is_planned(paths, slipped_in)
     assert is_planned(paths, PlanPosition(fence=1, records=1, step=1))
     with pytest.raises(BusError, match="fenced trainer"):
-        sequencer(paths, slipped_in)
+        made.sequencer(paths, slipped_in)
 
 
 def test_a_sequencer_that_died_between_claim_and_header_changes_nothing(tmp_path):
-    paths = make_bus(tmp_path)
-    produce_all(paths, P)
-    with sequencer(paths) as seq:
-        record = batch(seq, 1)
+    paths = made.make_bus(tmp_path)
+    made.produce_all(paths, made.P)
+    with made.sequencer(paths) as seq:
+        record = made.batch(seq, 1)
         position = seq.position
     assert claim_fence(paths) == 2
-    with sequencer(paths, position) as seq:
+    with made.sequencer(paths, position) as seq:
         assert seq.fence == 3
-        assert batch(seq, 1) == record
+        assert made.batch(seq, 1) == record
 
 
 @pytest.mark.parametrize("left", [0, 1])
 def test_a_plan_whose_older_logs_lack_records_is_refused(tmp_path, left):
     """What was planned there would be planned again, as if nobody had trained on it."""
-    paths = make_bus(tmp_path)
-    produce_all(paths, 3 * P)
-    with sequencer(paths) as seq:
-        batch(seq, 1)
+    paths = made.make_bus(tmp_path)
+    made.produce_all(paths, 3 * made.P)
+    with made.sequencer(paths) as seq:
+        made.batch(seq, 1)
         position = seq.position
-        batch(seq, 2)
-    sequencer(paths, position).close()
+        made.batch(seq, 2)
+    made.sequencer(paths, position).close()
     log = paths.plan_log(1)
     _, *ends = [end for _, end in read_frames(log)]
     os.truncate(log, ends[0] if left else 0)
     with pytest.raises(BusError, match=rf"f000002.log: continues .* 2 records, of which {left} "):
-        sequencer(paths, position)
+        made.sequencer(paths, position)
 
 
 def test_another_batch_size_is_refused_on_a_plan(tmp_path):
-    paths = make_bus(tmp_path)
-    produce_all(paths, P)
-    with sequencer(paths) as seq:
-        batch(seq, 1)
+    paths = made.make_bus(tmp_path)
+    made.produce_all(paths, made.P)
+    with made.sequencer(paths) as seq:
+        made.batch(seq, 1)
     with pytest.raises(BusError, match="prompts_per_step was not 2"):
-        sequencer(paths, prompts_per_step=2)
+        made.sequencer(paths, prompts_per_step=2)
 
 
 # owners delete, and only what nobody can need
 
 
 def test_owners_keep_every_shard_at_or_above_the_released_ordinal(tmp_path):
-    paths = make_bus(tmp_path)
-    produce(paths, "rollout-1", [1, 3, 5, 7])
+    paths = made.make_bus(tmp_path)
+    made.produce(paths, "rollout-1", [1, 3, 5, 7])
     with Producer(paths, "rollout-0", {}) as producer:
-        producer.put([group(0), group(2)])
-        producer.put([group(4), group(6)])
-        producer.put([group(8)])
-        with sequencer(paths) as seq:
+        producer.put([made.group(0), made.group(2)])
+        producer.put([made.group(4), made.group(6)])
+        producer.put([made.group(8)])
+        with made.sequencer(paths) as seq:
             position = None
             for step in (1, 2):
-                batch(seq, step)
+                made.batch(seq, step)
                 position = position or seq.position
             seq.release(1)
         credit = CreditTail(paths).latest()
-        assert credit.retired_guid_below == P
+        assert credit.retired_guid_below == made.P
         assert producer.collect(credit.retired_guid_below) == 1
         assert producer.collect(credit.retired_guid_below) == 0
         assert producer.collect(6) == 0  # guid 6 shares a shard with guid 4
         assert files(paths, "rollout-0") == ["000000000001.h5", "000000000002.h5"]
     with Producer(paths, "rollout-0", {}) as producer:
         assert producer.committed == {4, 6, 8}
-    with sequencer(paths, position) as seq:  # resumes without the deleted shard
-        assert Reader(paths).index(batch(seq, 2)).guid[0] == 4
-    assert audit(paths)[:5] == ((2 * P + 1) * SIBLINGS, 2 * P * SIBLINGS, 0, 0, 0)
+    with made.sequencer(paths, position) as seq:  # resumes without the deleted shard
+        assert Reader(paths).index(made.batch(seq, 2)).guid[0] == 4
+    assert audit(paths)[:5] == (
+        (2 * made.P + 1) * made.SIBLINGS,
+        2 * made.P * made.SIBLINGS,
+        0,
+        0,
+        0,
+    )
 
 
 def test_credits_show_the_newest_and_only_deletions_outlive_a_restart(tmp_path):
-    paths = make_bus(tmp_path)
-    produce_all(paths, P)
+    paths = made.make_bus(tmp_path)
+    made.produce_all(paths, made.P)
     tail = CreditTail(paths)
     assert tail.latest() is None
-    with sequencer(paths) as seq:
+    with made.sequencer(paths) as seq:
         assert tail.latest() == Credit(0, 0, 0, finished=False)
-        batch(seq, 1)
+        made.batch(seq, 1)
         position = seq.position
         seq.advance(step=1, policy_version=1)
         seq.release(1)
-        assert tail.latest() == Credit(1, 1, P, finished=False)
-        assert tail.latest() == Credit(1, 1, P, finished=False)
-    with sequencer(paths) as seq:
-        assert tail.latest() == Credit(0, 0, P, finished=False)
+        assert tail.latest() == Credit(1, 1, made.P, finished=False)
+        assert tail.latest() == Credit(1, 1, made.P, finished=False)
+    with made.sequencer(paths) as seq:
+        assert tail.latest() == Credit(0, 0, made.P, finished=False)
         seq.finish()
         assert tail.latest().finished
-    with sequencer(paths, position):
-        assert tail.latest() == CreditTail(paths).latest() == Credit(1, 1, P, finished=False)
+    with made.sequencer(paths, position):
+        assert tail.latest() == CreditTail(paths).latest() == Credit(1, 1, made.P, finished=False)
     last_words = encode({"plan_fence": 1, **Credit(9, 9, 99)._asdict()})  # of a fenced trainer
     with paths.credits.open("ab") as file:
         file.write(last_words)
-    assert tail.latest() == Credit(1, 1, P, finished=False)
+    assert tail.latest() == Credit(1, 1, made.P, finished=False)
 
 
 def test_the_end_of_a_run_is_taken_back_by_the_next_trainer_before_it_reads_the_plan(tmp_path):
     """Nor is it one of a run that was given more steps: who starts before its trainer would end."""
-    paths = make_bus(tmp_path)
+    paths = made.make_bus(tmp_path)
     first = CreditWriter(paths, 1)
     first.write(Credit(step=3, policy_version=3, retired_guid_below=8, finished=True))
     first.close()
@@ -395,40 +372,27 @@ def test_the_end_of_a_run_is_taken_back_by_the_next_trainer_before_it_reads_the_
     assert [tail.latest() for tail in tails] == [Credit(3, 3, 8, finished=False)] * 3
 
 
-def test_credits_are_looked_for_no_more_often_than_asked(tmp_path, monkeypatch):
-    paths = make_bus(tmp_path)
-    now = 100.0
-    monkeypatch.setattr("relax_hpc.bus.credits.time.monotonic", lambda: now)
-    tail = CreditTail(paths, every_s=1.0)
-    assert tail.latest() is None
-    with sequencer(paths):
-        now = 100.9
-        assert tail.latest() is None
-        now = 101.0
-        assert tail.latest() == Credit()
-
-
 # logs
 
 
 def test_a_torn_tail_is_not_yet_a_record_and_the_next_writer_goes_on_behind_it(tmp_path):
-    paths = make_bus(tmp_path)
-    produce(paths, "rollout-0", [0, 2])
+    paths = made.make_bus(tmp_path)
+    made.produce(paths, "rollout-0", [0, 2])
     log = paths.log("rollout-0")
     whole = log.read_bytes()
     tail = LogTail(log)
     assert [r.kind.name for r in tail.poll()] == ["OPEN", "BASE", "BASE", "CLOSE"]
     log.write_bytes(whole + whole[RECORD_BYTES : RECORD_BYTES + 100])
     assert tail.poll() == []
-    produce(paths, "rollout-0", [0, 2, 4])
+    made.produce(paths, "rollout-0", [0, 2, 4])
     assert [(r.kind.name, r.fence) for r in tail.poll()] == [("OPEN", 2), ("BASE", 2), ("CLOSE", 2)]
     assert len(log.read_bytes()) == 9 * RECORD_BYTES  # nothing is ever cut off
     assert log.read_bytes()[: 4 * RECORD_BYTES + 100] == whole + whole[128:228]
 
 
 def test_a_damaged_committed_record_is_never_skipped(tmp_path):
-    paths = make_bus(tmp_path)
-    produce(paths, "rollout-0", [0, 2])
+    paths = made.make_bus(tmp_path)
+    made.produce(paths, "rollout-0", [0, 2])
     log = paths.log("rollout-0")
     data = bytearray(log.read_bytes())
     data[RECORD_BYTES + 9] ^= 1
@@ -436,30 +400,10 @@ def test_a_damaged_committed_record_is_never_skipped(tmp_path):
     for read in (
         lambda: read_log(log),
         lambda: Producer(paths, "rollout-0", {}),
-        lambda: batch(sequencer(paths), 1),
+        lambda: made.batch(made.sequencer(paths), 1),
     ):
         with pytest.raises(BusError, match="rollout-0/log: record 1 is damaged"):
             read()
-
-
-def test_the_buffered_tail_sees_the_same_as_the_direct_one(tmp_path):
-    paths = make_bus(tmp_path)
-    log = paths.log("rollout-0")
-    direct = LogTail(log)
-    buffered = LogTail(log)
-    assert direct._file.direct  # else this compares nothing
-    buffered._file._let_go()
-    buffered._file.direct = False
-    total = 0
-    for guids in ([0, 2, 4], [6], range(8, 1300, 2)):
-        if len(guids) < 10:
-            produce(paths, "rollout-0", guids)
-        else:  # more than one window at once
-            log.write_bytes(log.read_bytes() + log.read_bytes()[-RECORD_BYTES:] * len(guids))
-        a, b = direct.poll(), buffered.poll()
-        assert a == b
-        total += len(a)
-    assert total == log.stat().st_size // RECORD_BYTES > 512
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -509,19 +453,6 @@ def test_a_signal_while_the_size_of_a_log_is_asked_ends_nobody(tmp_path, monkeyp
     frames.close()
 
 
-def test_a_record_fills_128_bytes_whose_last_four_are_their_checksum(tmp_path):
-    import crc32c
-
-    paths = make_bus(tmp_path)
-    produce(paths, "rollout-1", [3], version=5)
-    data = paths.log("rollout-1").read_bytes()[RECORD_BYTES : 2 * RECORD_BYTES]
-    magic, kind, role, fence, seq = struct.unpack_from("<4sHHIQ", data)
-    assert (magic, kind, role, fence, seq) == (b"RLC1", RecordKind.BASE, 0, 1, 0)
-    rows, tokens, low, high, first, last = struct.unpack_from("<IQiiqq", data, 60)
-    assert (rows, tokens, low, high, first, last) == (2, 14, 5, 5, 3, 3)
-    assert struct.unpack_from("<I", data, 124)[0] == crc32c.crc32c(data[:124])
-
-
 def test_a_torn_frame_is_cut_off_and_a_damaged_one_is_an_error(tmp_path):
     path = tmp_path / "frames"
     writer = FrameWriter(path)
@@ -542,12 +473,12 @@ def test_a_torn_frame_is_cut_off_and_a_damaged_one_is_an_error(tmp_path):
 
 
 def test_two_writers_of_one_log_are_noticed(tmp_path):
-    paths = make_bus(tmp_path)
+    paths = made.make_bus(tmp_path)
     zombie = Producer(paths, "rollout-0", {})
     with Producer(paths, "rollout-0", {}) as owner:
-        owner.put([group(0)])
+        owner.put([made.group(0)])
         with pytest.raises(BusError, match="another process took it over"):
-            zombie.put([group(2)])
+            zombie.put([made.group(2)])
     assert [r.guid_min for r in read_log(paths.log("rollout-0")) if r.rows] == [0]
 
 
@@ -555,7 +486,7 @@ def test_two_writers_of_one_log_are_noticed(tmp_path):
 
 
 def test_who_starts_again_keeps_nothing_of_what_was_done_long_ago(tmp_path):
-    paths = make_bus(tmp_path)
+    paths = made.make_bus(tmp_path)
     old = CommitRecord(RecordKind.BASE, 1, 0, uuid="ab" * 16, rows=1, guid_min=0, guid_max=0)
     records = [CommitRecord(RecordKind.OPEN, 1, 0), *(old._replace(seq=n) for n in range(9_999))]
     paths.log("rollout-0").write_bytes(b"".join(map(pack, records)))
@@ -577,10 +508,10 @@ def test_who_starts_again_keeps_nothing_of_what_was_done_long_ago(tmp_path):
 
 
 def test_a_producer_refuses_to_commit_a_group_again(tmp_path):
-    paths = make_bus(tmp_path)
+    paths = made.make_bus(tmp_path)
     with Producer(paths, "rollout-0", {}) as producer:
-        producer.put([group(0), group(2)])
-        for again in ([group(2)], [group(4), group(4)]):
+        producer.put([made.group(0), made.group(2)])
+        for again in ([made.group(2)], [made.group(4), made.group(4)]):
             with pytest.raises(BusError, match="committed already"):
                 producer.put(again)
         assert producer.committed == {0, 2}
@@ -588,15 +519,15 @@ def test_a_producer_refuses_to_commit_a_group_again(tmp_path):
 
 
 def test_a_producer_deletes_its_own_orphans_and_nothing_else(tmp_path):
-    paths = make_bus(tmp_path)
-    produce(paths, "rollout-0", [0, 2])
-    produce(paths, "rollout-1", [1])
+    paths = made.make_bus(tmp_path)
+    made.produce(paths, "rollout-0", [0, 2])
+    made.produce(paths, "rollout-1", [1])
     orphan = paths.shard("rollout-0", 1, 2)
     orphan.write_bytes(paths.shard("rollout-0", 1, 0).read_bytes())  # renamed, never recorded
     orphan.with_name(".000000000003.h5.99.tmp").write_bytes(b"half")
     with Producer(paths, "rollout-0", {}) as producer:
         assert producer.committed == {0, 2}
-        assert (producer.fence, producer.put([group(4)])) == (2, 2)
+        assert (producer.fence, producer.put([made.group(4)])) == (2, 2)
     assert files(paths, "rollout-0") == [f"{n:012d}.h5" for n in range(3)]
     assert files(paths, "rollout-1") == ["000000000000.h5"]
 
@@ -614,58 +545,39 @@ def test_only_what_the_newest_owner_of_a_log_appends_counts():
 
 
 def test_rows_that_nobody_planned_nor_passed_over_are_counted_as_dropped(tmp_path):
-    paths = make_bus(tmp_path)
-    produce_all(paths, P)
-    with sequencer(paths) as seq:
-        batch(seq, 1)
+    paths = made.make_bus(tmp_path)
+    made.produce_all(paths, made.P)
+    with made.sequencer(paths) as seq:
+        made.batch(seq, 1)
     with Producer(paths, "rollout-0", {}) as producer:
         del producer._source[2]
-        producer.put([group(2)])  # while no trainer looks
-        producer.put([group(P)])  # may be planned yet
+        producer.put([made.group(2)])  # while no trainer looks
+        producer.put([made.group(made.P)])  # may be planned yet
     counts = audit(paths)
-    assert (counts.committed, counts.planned) == ((P + 2) * SIBLINGS, P * SIBLINGS)
-    assert (counts.dropped, counts.duplicates) == (SIBLINGS, 0)
-    with sequencer(paths, PlanPosition(1, 1, 1)) as seq, pytest.raises(PeerTimeoutError):
-        whole_batch(seq, 2, timeout_s=0)
-    assert (audit(paths).dropped, audit(paths).duplicates) == (0, SIBLINGS)
-
-
-def test_provenance_is_in_the_file_and_cannot_pose_as_the_bus(tmp_path):
-    import h5py
-
-    paths = make_bus(tmp_path)
-    produce(paths, "rollout-1", [1], version=4)
-    with h5py.File(paths.shard("rollout-1", 1, 0), "r", locking=False) as file:
-        attributes = dict(file.attrs)
-    del attributes["shard_uuid"]
-    assert attributes == {
-        "rl_shard_format": 1, "n_samples": 2, "producer": "rollout-1", "fence": 1, "seq": 0,
-        "role": "rollout", "policy_min": 4, "policy_max": 4, "parent": "", "run": "test", "job": 7,
-    }  # fmt: skip
-    with pytest.raises(BusError, match="fence"):
-        Producer(paths, "rollout-1", {"fence": 9})
+    assert (counts.committed, counts.planned) == (
+        (made.P + 2) * made.SIBLINGS,
+        made.P * made.SIBLINGS,
+    )
+    assert (counts.dropped, counts.duplicates) == (made.SIBLINGS, 0)
+    with made.sequencer(paths, PlanPosition(1, 1, 1)) as seq, pytest.raises(PeerTimeoutError):
+        made.whole_batch(seq, 2, timeout_s=0)
+    assert (audit(paths).dropped, audit(paths).duplicates) == (0, made.SIBLINGS)
 
 
 # the bus as a whole
 
 
-def test_a_bus_is_made_once(tmp_path):
-    make_bus(tmp_path)
-    with pytest.raises(BusError, match="holds a bus already"):
-        make_bus(tmp_path)
-
-
 def test_a_newer_or_missing_bus_is_refused_by_everyone(tmp_path):
-    paths = make_bus(tmp_path)
+    paths = made.make_bus(tmp_path)
     openers = [
         layout.open_bus,
         Reader,
-        sequencer,
+        made.sequencer,
         audit,
         lambda paths: Producer(paths, "rollout-0", {}),
     ]
     for other in (1, 4, 6):
-        write_json(paths.header, {"format": other, "producers": PRODUCERS, "shape": "unknown"})
+        write_json(paths.header, {"format": other, "producers": made.PRODUCERS, "shape": "unknown"})
         for opener in openers:
             with pytest.raises(BusError, match=rf"RUN\.json: is bus format {other}, .* reads 5"):
                 opener(paths)
@@ -684,31 +596,6 @@ def test_rollout_runs_exactly_max_staleness_batches_ahead(max_staleness):
     assert staleness(max(allowed), 4) == max_staleness
 
 
-def test_the_audit_reports_the_oldest_token_also_after_the_shards_are_gone(tmp_path):
-    paths = make_bus(tmp_path)
-    produce_all(paths, P, version=0)
-    produce_all(paths, 3 * P, version=1)
-    with sequencer(paths) as seq:
-        for step in (1, 2, 3):
-            batch(seq, step)
-    for name in PRODUCERS:
-        with Producer(paths, name, {}) as producer:
-            producer.collect(3 * P)
-        assert files(paths, name) == []
-    # step 3 turns policy 2 into 3 and trains on tokens of policy 1
-    assert audit(paths) == BusAudit(24, 24, 0, 0, 0, steps=3, max_staleness=1)
-
-
-def test_rows_without_a_sampled_token_have_no_age(tmp_path):
-    paths = make_bus(tmp_path)
-    produce_all(paths, P, response=0)
-    with sequencer(paths) as seq:
-        record = batch(seq, 1)
-    assert record.policy_version_min == -1
-    assert (audit(paths).max_staleness, audit(paths).dropped) == (0, 0)
-    assert np.all(Reader(paths).index(record).response_len == 0)
-
-
 # races that crash runs and the state machine have found, each as short as it can be told
 
 
@@ -725,82 +612,82 @@ def before(monkeypatch, owner, name, act):
 
 
 def test_what_an_owner_commits_while_the_next_one_opens_is_kept(tmp_path, monkeypatch):
-    paths = make_bus(tmp_path)
+    paths = made.make_bus(tmp_path)
     old = Producer(paths, "rollout-0", {})
-    before(monkeypatch, LogWriter, "_write", lambda: old.put([group(0)]))
+    before(monkeypatch, LogWriter, "_write", lambda: old.put([made.group(0)]))
     with Producer(paths, "rollout-0", {}) as new:
         assert new.committed == {0}
         assert paths.shard("rollout-0", 1, 0).exists()
-        assert new.put([group(2)]) == 1
+        assert new.put([made.group(2)]) == 1
 
 
 def test_an_owner_that_was_stopped_while_it_opened_deletes_nothing_of_the_next_one(
     tmp_path, monkeypatch
 ):
-    paths = make_bus(tmp_path)
-    before(monkeypatch, os, "mkdir", lambda: produce(paths, "rollout-0", [0]))
+    paths = made.make_bus(tmp_path)
+    before(monkeypatch, os, "mkdir", lambda: made.produce(paths, "rollout-0", [0]))
     with pytest.raises(FencedError):
-        Producer(paths, "rollout-0", {}).put([group(2)])
+        Producer(paths, "rollout-0", {}).put([made.group(2)])
     assert paths.shard("rollout-0", 2, 0).exists()
 
 
 def test_an_owner_that_was_stopped_over_a_torn_tail_takes_nothing_from_the_next_one(
     tmp_path, monkeypatch
 ):
-    paths = make_bus(tmp_path)
-    produce(paths, "rollout-0", [0])
+    paths = made.make_bus(tmp_path)
+    made.produce(paths, "rollout-0", [0])
     log = paths.log("rollout-0")
     with log.open("ab") as file:
         file.write(log.read_bytes()[: RECORD_BYTES // 2])
-    before(monkeypatch, os, "pwritev", lambda: produce(paths, "rollout-0", [2]))
+    before(monkeypatch, os, "pwritev", lambda: made.produce(paths, "rollout-0", [2]))
     with Producer(paths, "rollout-0", {}) as late:
         assert late.committed == {0, 2}
     assert [r.guid_min for r in read_log(log) if r.rows] == [0, 2]
 
 
 def test_a_trainer_that_was_stopped_while_it_started_finds_the_newer_one(tmp_path, monkeypatch):
-    paths = make_bus(tmp_path)
-    before(monkeypatch, credits, "FrameWriter", lambda: sequencer(paths).close())
+    paths = made.make_bus(tmp_path)
+    before(monkeypatch, credits, "FrameWriter", lambda: made.sequencer(paths).close())
     with pytest.raises(FencedError, match="plan fence 2 was claimed after 1"):
-        sequencer(paths)
+        made.sequencer(paths)
 
 
 def test_a_snapshot_of_the_last_step_has_a_next_step_and_a_position(tmp_path, monkeypatch):
     monkeypatch.setattr("relax_hpc.bus.sequencer.SNAPSHOT_RECORDS", 1)
-    paths = make_bus(tmp_path)
-    produce_all(paths, 2 * P)
-    with sequencer(paths) as seq:
-        batch(seq, 1)
+    paths = made.make_bus(tmp_path)
+    made.produce_all(paths, 2 * made.P)
+    with made.sequencer(paths) as seq:
+        made.batch(seq, 1)
         position = seq.position
         seq.release(1)
         assert seq.position == position
-    with sequencer(paths, position) as seq:
+    with made.sequencer(paths, position) as seq:
         position = seq.position  # of a trainer that is told to stop before it has done anything
-    with sequencer(paths, position) as seq:
-        assert batch(seq, 2).guids == [4, 5, 6, 7]
+    with made.sequencer(paths, position) as seq:
+        assert made.batch(seq, 2).guids == [4, 5, 6, 7]
 
 
 def test_a_dropped_group_that_was_committed_twice_is_sampled_again(tmp_path):
-    paths = make_bus(tmp_path)
+    paths = made.make_bus(tmp_path)
     drop = {"over_age": "drop", "max_staleness": 0}
-    produce(paths, "rollout-1", [1, 3, 5, 7], version=0)
+    made.produce(paths, "rollout-1", [1, 3, 5, 7], version=0)
     with Producer(paths, "rollout-0", {}) as producer:
-        with sequencer(paths, **drop) as seq:
-            batch(seq, 1)
+        with made.sequencer(paths, **drop) as seq:
+            made.batch(seq, 1)
             for _ in range(2):
-                producer.put([group(0)])
+                producer.put([made.group(0)])
                 producer._source.clear()
             producer._source[0] = read_log(paths.log("rollout-0"))[-1]
             with pytest.raises(PeerTimeoutError):
-                batch(seq, 2)
+                made.batch(seq, 2)
             assert producer.owe_again(CreditTail(paths).latest().owed) == [0]
-        with sequencer(paths, **drop) as seq:
+        with made.sequencer(paths, **drop) as seq:
             with pytest.raises(PeerTimeoutError, match=r"rollout-0 owes \[0, 2, 4, 6\]"):
-                batch(seq, 2)
-            producer.put([group(g, version=1) for g in (0, 2, 4, 6)])
-            assert batch(seq, 2).guids == [0, 2, 4, 6]
+                made.batch(seq, 2)
+            producer.put([made.group(g, version=1) for g in (0, 2, 4, 6)])
+            assert made.batch(seq, 2).guids == [0, 2, 4, 6]
     counts = audit(paths)
-    assert (counts.over_age, counts.duplicates, counts.dropped) == (SIBLINGS, SIBLINGS, 0)
+    assert (counts.over_age, counts.duplicates, counts.dropped) == (made.SIBLINGS, made.SIBLINGS, 0)
     assert counts.committed == counts.planned + counts.over_age + counts.duplicates
 
 
@@ -808,15 +695,15 @@ def test_a_shard_that_was_used_before_the_snapshot_is_no_repetition_behind_it(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr("relax_hpc.bus.sequencer.SNAPSHOT_RECORDS", 1)
-    paths = make_bus(tmp_path)
-    with sequencer(paths, over_age="mask") as seq:
-        produce(paths, "rollout-1", [1, 3, 5, 7], per_shard=2)
-        batch(seq, 1)
+    paths = made.make_bus(tmp_path)
+    with made.sequencer(paths, over_age="mask") as seq:
+        made.produce(paths, "rollout-1", [1, 3, 5, 7], per_shard=2)
+        made.batch(seq, 1)
         position = seq.position
         seq.release(1)  # guid 0 is open, so nothing is retired
-        produce(paths, "rollout-0", [0, 2, 4, 6], per_shard=2)
-        batch(seq, 2)
-    with sequencer(paths, position, over_age="mask") as seq:
+        made.produce(paths, "rollout-0", [0, 2, 4, 6], per_shard=2)
+        made.batch(seq, 2)
+    with made.sequencer(paths, position, over_age="mask") as seq:
         seq.finish()
         assert seq.duplicates == 0
     assert (audit(paths).duplicates, audit(paths).dropped) == (0, 0)

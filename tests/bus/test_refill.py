@@ -16,7 +16,6 @@ from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.plan import SkippedGroup, read_chain
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
-from relax_hpc.bus.skips import SkippedGuids, check_limit
 from relax_hpc.errors import PeerTimeoutError, SpreadError
 from relax_hpc.runtime.paths import BusPaths
 
@@ -112,54 +111,7 @@ def test_batches_are_those_groups_in_whatever_order_they_come_and_however_often_
         assert guids == [teaching[lo : lo + P] for lo in range(0, (step - 1) * P, P)], seed
 
 
-@pytest.mark.parametrize("over_age", ["drop", "mask"])
-def test_where_the_first_groups_count_those_that_teach_nothing_do_not(tmp_path, over_age):
-    paths = make_bus(tmp_path)
-    put(paths, [1, 3, 5, 7, 9, 11], flat={3, 9})
-    with sequencer(paths, over_age=over_age) as seq:
-        assert batch(seq, 1) == [1, 5, 7, 11]
-        put(paths, [0, 2, 4, 6, 8], flat={0}, version=1)
-        assert batch(seq, 2) == [2, 4, 6, 8]
-        assert CreditTail(paths).latest().owed == ()  # what is skipped is not sampled again
-
-
-def test_a_group_without_its_sidecar_is_skipped_all_the_same(tmp_path):
-    paths = make_bus(tmp_path, writers={"reference-0": "reference"})
-    put(paths, [0, 1], flat={1})
-    with sequencer(paths, needs=["reference"]) as seq:
-        with pytest.raises(PeerTimeoutError, match=r"reference-0 owes \[0\]"):
-            batch(seq, 1)
-        assert [group.guid for group in seq.find_skipped(1)] == [1]
-
-
-def test_a_skipped_group_that_is_committed_again_is_ignored(tmp_path):
-    paths = make_bus(tmp_path)
-    put(paths, range(5), flat={0})
-    with sequencer(paths) as seq:
-        seq.look()
-        with Producer(paths, "rollout-0", {}) as producer:
-            producer._source.clear()  # as if it had lost its memory
-            producer.put([group(0)])  # this time rewards differ
-        assert batch(seq, 1) == [1, 2, 3, 4]
-        assert seq.duplicates == SIBLINGS
-    counts = audit(paths)
-    assert (counts.duplicates, counts.skipped, counts.dropped) == (SIBLINGS, SIBLINGS, 0)
-
-
 # how far producers may go
-
-
-def test_the_end_of_a_batch_moves_by_what_is_skipped_below_it():
-    skips = SkippedGuids()
-    assert skips.batch_ends(1, 3, 4) == []
-    for guid in (2, 9, 4):
-        skips.add(guid)
-    # 0 1 . 3 . 5 | 6 7 8 . 10 | 11 12 13 14 |
-    assert skips.batch_ends(1, 3, 4) == [6, 11, 15]
-    skips.settle(6)
-    assert (skips.count, skips.above) == (2, [9])
-    assert skips.batch_ends(1, 3, 4) == [6, 11, 15]
-    assert skips.batch_ends(2, 1, 4) == [11]
 
 
 def test_credits_say_where_batches_end_as_soon_as_something_is_skipped(tmp_path):
@@ -305,14 +257,7 @@ def test_a_run_whose_prompts_never_differ_ends_and_names_them(tmp_path):
         batch(seq, 1)
     said = str(error.value)
     assert "12 are solved (row 989, 990, 991, 992, 993, 994, 995, 996 and 4 more of" in said
-    assert "1 are never solved (row 988 of the data)" in said
-    assert "max_new_tokens" not in said
-    assert error.value.is_final
-    skipped = [
-        SkippedGroup(n, "u", 2, 1, n, solved=False, reward=0.0, truncated=True) for n in (0, 1)
-    ]
-    with pytest.raises(SpreadError, match=r"row 0, 1 .*; raise rollout\.max_new_tokens, or"):
-        check_limit(1, skipped, 1)
+    assert "1 are never solved (row 988 of the data)" in said and error.value.is_final
 
 
 def test_skips_of_earlier_steps_do_not_count_towards_the_limit(tmp_path):
@@ -326,10 +271,3 @@ def test_skips_of_earlier_steps_do_not_count_towards_the_limit(tmp_path):
         batch(seq, 1)
         put(paths, range(7, 14), flat={7, 8, 9})
         assert batch(seq, 2) == [10, 11, 12, 13]
-
-
-def test_all_groups_are_planned_where_nobody_judges(tmp_path):
-    paths = make_bus(tmp_path)
-    put(paths, range(4), flat=range(4))
-    with sequencer(paths, judge=None) as seq:
-        assert batch(seq, 1) == [0, 1, 2, 3]

@@ -15,7 +15,6 @@ from relax_hpc.roles.dealing.sight import StepMedia
 from relax_hpc.roles.scorer import build as rank0
 from relax_hpc.roles.scorer import loop
 from relax_hpc.roles.scorer.build import COLUMN, ScoringView
-from relax_hpc.roles.scorer.loop import behind, of_own
 from relax_hpc.roles.teacher.routing import of_its_teacher
 from relax_hpc.runtime.comm.world import SoloWorld
 from relax_hpc.runtime.telemetry.events import EventWriter, read_events
@@ -192,17 +191,3 @@ def test_a_privileged_teacher_sees_the_response_behind_a_prompt_of_its_own(paths
         found = row.columns["teacher_logprobs"]
         assert found[:n].tolist() == [0] * n
         np.testing.assert_array_equal(found[n:], (-before - 1000.0 * told).astype("f4"))
-
-
-def test_another_prompt_leaves_the_response_as_it_is(paths, tmp_path):
-    teach(paths, tmp_path, "one")
-    teach(paths, tmp_path, "two")
-    row = planned_rows(paths, "teacher", "teacher_2")[0]
-    assert behind(None, row) is row
-    for length in (1, 3, 9):
-        seen = behind(np.arange(length, dtype=np.int32), row)
-        assert seen.token_ids.tolist() == [*range(length), *row.token_ids[row.prompt_len :]]
-        assert seen.loss_mask.tolist() == [0] * length + [1] * 4 and seen.prompt_len == length
-        scored = of_own(row, np.arange(len(seen.token_ids), dtype=np.float32))
-        assert scored[row.prompt_len :].tolist() == [*range(length, length + 4)]
-        assert len(scored) == len(row.token_ids)

@@ -116,21 +116,6 @@ def test_a_sidecar_of_unneeded_columns_is_not_even_opened(paths):
         Reader(paths).rows(record, range(8))
 
 
-def test_the_first_sidecar_of_a_role_counts(paths):
-    produce_all(paths, P)
-    widen(paths, "reference-1")
-    with SidecarWriter(paths, "reference-0", {}) as writer:
-        for pending in writer.pending():
-            with writer.open(pending) as shard:
-                first, second = ref_logprobs(shard), ref_logprobs(shard, shift=1.0)
-            writer.put(pending, first)
-            writer.put(pending, second)
-    with sequencer(paths, needs=["reference"]) as seq:
-        record = batch(seq, 1)
-    for row in rows_of(paths, record):
-        assert np.array_equal(row.columns["ref_logprobs"], -row.token_ids.astype(np.float32))
-
-
 def test_a_restarted_writer_knows_what_it_has_done(paths):
     produce_all(paths, P)
     with SidecarWriter(paths, "reference-0", {}) as writer:

@@ -5,20 +5,8 @@ import shutil
 import subprocess
 import threading
 
+import bus_fixtures as made
 import pytest
-from bus_fixtures import (
-    PRODUCERS,
-    P,
-    batch,
-    group,
-    make_bus,
-    produce,
-    produce_all,
-    rows_of,
-    same,
-    trajectory,
-)
-from bus_fixtures import sequencer as open_sequencer
 from bus_steps import SHARD, bus_with_steps, flip, plan, widen, widened_bus
 from typer.testing import CliRunner
 
@@ -26,7 +14,6 @@ from relax_hpc.bus.frames import FrameWriter
 from relax_hpc.bus.log import read_log
 from relax_hpc.bus.plan import PlanPosition, PlanRecord, PlanSnapshot, ShardRange, Sidecar
 from relax_hpc.bus.producer import Producer
-from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.bus.tools import garbage, show, verify
 from relax_hpc.cli.main import app
 from relax_hpc.errors import BusError, LaunchError
@@ -65,22 +52,12 @@ def test_ls_counts_what_is_live_retired_and_missing(tmp_path):
     assert (found.total.trajectories, found.total.live_shards) == (32, 5)
     assert (found.plan.steps, found.plan.trajectories) == (3, 24)
     assert found.plan.fences == [(1, 0)]
-    assert found.plan.credit.retired_guid_below == P
-
-
-def test_ls_tells_rates_from_the_times_of_the_files(tmp_path):
-    paths = bus_with_steps(tmp_path)
-    for seq in range(4):
-        os.utime(paths.shard("rollout-0", 1, seq), (0, 1000 + 2 * seq))
-        os.utime(paths.shard("rollout-1", 1, seq), (0, 1000))
-    zero, one = show.list_writers(paths, None).writers
-    assert zero.trajectories_per_s == 2.0  # 3 x 4 rows in 6 s, the first shard's not counted
-    assert one.trajectories_per_s is None
+    assert found.plan.credit.retired_guid_below == made.P
 
 
 def test_ls_counts_trajectories_once_however_many_roles_widen_them(tmp_path):
-    paths = make_bus(tmp_path, writers={"reference-0": "reference"})
-    produce(paths, "rollout-0", [0, 2])
+    paths = made.make_bus(tmp_path, writers={"reference-0": "reference"})
+    made.produce(paths, "rollout-0", [0, 2])
     widen(paths, 0)
     found = show.list_writers(paths, None)
     side = found.writers[2]
@@ -91,32 +68,24 @@ def test_ls_counts_trajectories_once_however_many_roles_widen_them(tmp_path):
     assert found.writers[1].state == "unused"
 
 
-def test_ls_as_json_names_what_it_counts(tmp_path):
-    paths = bus_with_steps(tmp_path)
-    record = json.loads(show.list_writers(paths, PlanPosition(1, 3, 3)).to_json())
-    assert record["plan"]["checkpoint"] == {"fence": 1, "records": 3, "step": 3}
-    assert record["plan"]["credit"]["finished"] is False
-    assert [writer["name"] for writer in record["writers"]] == PRODUCERS
-
-
 # ---------------------------------------------------------------- verify
 
 
 def test_a_healthy_bus_is_sound_through_restarts_sidecars_portions_and_retirement(tmp_path):
     paths = widened_bus(tmp_path)
     options = {"needs": ["reference"]}
-    with open_sequencer(paths, **options) as first:
-        batch(first, 1)
+    with made.sequencer(paths, **options) as first:
+        made.batch(first, 1)
         position = first.position
         while not first.next_portion(2, min_tokens=20, timeout_s=1).last:
             pass
-    with open_sequencer(paths, position, **options) as second:
-        batch(second, 2)
-        batch(second, 3)
+    with made.sequencer(paths, position, **options) as second:
+        made.batch(second, 2)
+        made.batch(second, 3)
         second.release(1)
-    for name in PRODUCERS:
+    for name in made.PRODUCERS:
         with Producer(paths, name, {}) as producer:
-            assert producer.collect(P) == 1
+            assert producer.collect(made.P) == 1
     found = check(paths, [position])
     assert found.findings == []
     assert (found.shards, found.retired, found.steps) == (10, 2, 3)
@@ -130,11 +99,7 @@ def overwrite(paths, *, source):
 NOISE = random.Random(0).randbytes(700)
 
 
-def append(path, data):
-    path.write_bytes(path.read_bytes() + data)
-
-
-def snapshot_of(paths, below=P):
+def snapshot_of(paths, below=made.P):
     """A file to be spoilt; of a bus whose first step is behind a checkpoint."""
     path = paths.plan_snapshot(1, 1)
     values = PlanSnapshot(1, 1, 0, 1, below, [], [], [], 0, {})._asdict()
@@ -144,34 +109,22 @@ def snapshot_of(paths, below=P):
 
 DAMAGE = {
     "missing": (lambda p: p.shard(*SHARD).unlink(), "missing", "it is gone"),
-    "empty": (lambda p: p.shard(*SHARD).write_bytes(b""), "shard", "is empty"),
     "torn": (lambda p: p.shard(*SHARD).open("r+b").truncate(5000), "shard", "is torn"),
-    "no shard": (lambda p: p.shard(*SHARD).write_bytes(b"hello"), "shard", "is not a shard"),
-    "header": (lambda p: flip(p.shard(*SHARD), 20), "shard", "is corrupt: the header"),
     "another shard": (
         lambda p: overwrite(p, source=("rollout-0", 1, 2)), "foreign", "is not the shard that was",
     ),
     "stray file": (
         lambda p: (p.fence("rollout-0", 1) / "notes.txt").touch(), "foreign", "is no file of a bus",
     ),
-    "stray folder": (
-        lambda p: p.producer("rollout-7").mkdir(), "foreign", "is no file of a bus",
-    ),
-    "stray plan": (lambda p: (p.plan / "f1.log").touch(), "foreign", "is no file of a bus"),
     "log": (lambda p: flip(p.log("rollout-0"), 128 * 2 + 30), "log", "record 2 is damaged"),
     "plan log": (lambda p: flip(p.plan_log(1), 40), "plan", "a record is damaged"),
-    "end of the log": (lambda p: append(p.log("rollout-0"), NOISE), "log", "are no record"),
-    "end of the plan": (lambda p: append(p.plan_log(1), NOISE), "plan", "are no record"),
     "last step planned": (lambda p: flip(p.plan_log(1), -9), "plan", "are no record"),
     "credits": (lambda p: p.credits.write_bytes(NOISE), "credits", "are no record"),
-    "end of the credits": (lambda p: append(p.credits, NOISE), "credits", "are no record"),
-    "last credit": (lambda p: flip(p.credits, -9), "credits", "are no record"),
     "empty credits": (lambda p: p.credits.write_bytes(b""), "credits", "plan fence 1 has planned"),
     "no credits": (lambda p: p.credits.unlink(), "credits", "cannot be read"),
     "no plan": (lambda p: shutil.rmtree(p.plan), "missing", "restore the folder"),
-    "snapshot cut short": (lambda p: snapshot_of(p).truncate(60), "plan", "cannot be read"),
     "snapshot of another plan": (
-        lambda p: snapshot_of(p, below=P + 1), "plan", "guids below 5 are planned, and it is not",
+        lambda p: snapshot_of(p, below=5), "plan", "guids below 5 are planned, and it is not",
     ),
     "foreign snapshot": (lambda p: snapshot_of(p).write("{}"), "plan", "cannot be read"),
 }  # fmt: skip
@@ -191,12 +144,12 @@ def test_verify_names_what_is_damaged_missing_or_foreign(tmp_path, damage, kind,
 
 
 def test_verify_finds_steps_that_were_trained_and_are_not_planned(tmp_path):
-    paths = make_bus(tmp_path)
-    produce_all(paths, 16, per_shard=2)
-    with open_sequencer(paths) as sequencer:
+    paths = made.make_bus(tmp_path)
+    made.produce_all(paths, 16, per_shard=2)
+    with made.sequencer(paths) as sequencer:
         sizes = []
         for step in (1, 2):
-            batch(sequencer, step)
+            made.batch(sequencer, step)
             sequencer.advance(step=step, policy_version=step)
             sizes.append(paths.plan_log(1).stat().st_size)
     assert check(paths).is_sound
@@ -206,39 +159,12 @@ def test_verify_finds_steps_that_were_trained_and_are_not_planned(tmp_path):
     ]
 
 
-def test_ls_does_not_make_up_what_damaged_credits_said(tmp_path):
-    paths = bus_with_steps(tmp_path)
-    assert "step 0 trained" in show.listing_text(show.list_writers(paths, None))
-    paths.credits.write_bytes(NOISE)
-    found = show.list_writers(paths, None)
-    said = show.listing_text(found)
-    assert "trained" not in said and f"DAMAGED: {paths.credits}" in said
-    assert json.loads(found.to_json())["plan"]["credit"] is None
-    unused = make_bus(tmp_path / "unused")
-    assert "none yet" in show.listing_text(show.list_writers(unused, None)).splitlines()[-1]
-
-
 @pytest.mark.parametrize("content", ["[1]", "{}", '{"format": "x"}', '{"format": 5}', "{"])
 def test_a_header_that_is_none_is_said_in_a_line(tmp_path, content):
-    paths = make_bus(tmp_path)
+    paths = made.make_bus(tmp_path)
     paths.header.write_text(content)
     with pytest.raises(BusError, match=r"RUN\.json: cannot be read: .*; restore the file"):
         check(paths)
-
-
-def test_verify_finds_a_flipped_bit_wherever_there_is_data(tmp_path):
-    paths = bus_with_steps(tmp_path)
-    path = paths.shard(*SHARD)
-    healthy = path.read_bytes()
-    with Shard(path) as shard:
-        fields = dict(shard.fields)
-    for name, field in fields.items():
-        flip(path, field.offset + field.nbytes // 2)
-        [(kind, what)] = wrong(check(paths))
-        assert kind == "shard"
-        assert name in what
-        path.write_bytes(healthy)
-    assert check(paths).is_sound
 
 
 def test_verify_finds_damage_that_only_other_hdf5_tools_would_meet(tmp_path):
@@ -278,14 +204,13 @@ def part_of(paths, name, seq, lo, hi):
 
 def step_four(paths, **changes):
     """Makes step 4 as it should be: the guids 12 to 15."""
-    parts = [part_of(paths, PRODUCERS[g % 2], 3, g // 2 % 2 * 2, g // 2 % 2 * 2 + 2)
+    parts = [part_of(paths, made.PRODUCERS[g % 2], 3, g // 2 % 2 * 2, g // 2 % 2 * 2 + 2)
              for g in range(12, 16)]  # fmt: skip
     record = PlanRecord(4, list(range(12, 16)), parts, 8, 0, 56, sidecars={})
     return record._replace(**changes)
 
 
 BAD_PLANS = {
-    "wrong step": (lambda p: step_four(p, step=5), "stands where step 4, portion 0 is due"),
     "half a portion": (lambda p: step_four(p, portion=1), "stands where step 4, portion 0 is due"),
     "count": (lambda p: step_four(p, num_trajectories=9), "says 9 trajectories"),
     "twice": (
@@ -357,31 +282,8 @@ def test_a_checkpoint_of_a_fenced_trainer_is_told(tmp_path):
     assert "not in this run's plan" in what
 
 
-def test_a_sidecar_in_the_place_of_another_is_told(tmp_path):
-    paths = make_bus(tmp_path, writers={"reference-0": "reference"})
-    produce(paths, "rollout-0", [0, 2])
-    widen(paths, 0)
-    assert check(paths).findings == []
-    first, second = (paths.shard("reference-0", 1, seq) for seq in (0, 1))
-    second.write_bytes(first.read_bytes())
-    assert {kind for kind, _ in wrong(check(paths))} == {"foreign"}
-
-
-def test_a_checkpoint_that_is_saved_while_verify_looks_is_not_taken_for_a_strangers(tmp_path):
-    paths = bus_with_steps(tmp_path, steps=0)
-    with open_sequencer(paths) as sequencer:
-
-        def train_on():
-            step = sequencer.num_planned + 1
-            if step <= 4:
-                batch(sequencer, step)
-            return [sequencer.position]
-
-        assert verify.verify(paths, train_on, lambda done, total: None).findings == []
-
-
 def test_verify_finds_nothing_wrong_while_a_run_commits_plans_and_deletes(tmp_path):
-    paths, stop, failures, looks, saved = make_bus(tmp_path), threading.Event(), [], [], []
+    paths, stop, failures, looks, saved = made.make_bus(tmp_path), threading.Event(), [], [], []
 
     def look():
         while not stop.is_set():
@@ -392,12 +294,12 @@ def test_verify_finds_nothing_wrong_while_a_run_commits_plans_and_deletes(tmp_pa
     looker = threading.Thread(target=look)
     looker.start()
     try:
-        producers = [Producer(paths, name, {}) for name in PRODUCERS]
-        with open_sequencer(paths, prompts_per_step=2) as sequencer:
+        producers = [Producer(paths, name, {}) for name in made.PRODUCERS]
+        with made.sequencer(paths, prompts_per_step=2) as sequencer:
             for step in range(1, 60):
                 for r, producer in enumerate(producers):
-                    producer.put([group(2 * (step - 1) + r)])
-                batch(sequencer, step)
+                    producer.put([made.group(2 * (step - 1) + r)])
+                made.batch(sequencer, step)
                 saved.append(sequencer.position)  # a checkpoint every step; two are kept
                 sequencer.release(saved[-2:][0].step)
                 for producer in producers:
@@ -416,7 +318,7 @@ def test_verify_finds_nothing_wrong_while_a_run_commits_plans_and_deletes(tmp_pa
 def resume_and_read(paths, position, steps):
     """Every trajectory that the steps after `position` train on."""
     _, records = plan(paths, steps, position=position)
-    return rows_of(paths, *records)
+    return made.rows_of(paths, *records)
 
 
 def test_gc_deletes_orphans_and_what_was_released_and_no_checkpoint_needs(tmp_path):
@@ -430,7 +332,7 @@ def test_gc_deletes_orphans_and_what_was_released_and_no_checkpoint_needs(tmp_pa
     found = garbage.find(paths, kept)
     assert [file.path for file in found.orphans] == [orphan]
     assert {file.path for file in found.retired} == {
-        paths.shard(name, 1, seq) for name in PRODUCERS for seq in (0, 1)
+        paths.shard(name, 1, seq) for name in made.PRODUCERS for seq in (0, 1)
     }
     before = sum(file.stat().st_size for file in paths.root.rglob("*.h5"))
     garbage.delete(found)
@@ -440,8 +342,10 @@ def test_gc_deletes_orphans_and_what_was_released_and_no_checkpoint_needs(tmp_pa
     assert garbage.find(paths, kept) == garbage.Garbage([], [])
     for position in kept:
         rows = resume_and_read(paths, position, 4)
-        expected = [trajectory(g, s) for g in range(P * position.step, 16) for s in (0, 1)]
-        assert all(map(same, rows, expected)), position
+        expected = [
+            made.trajectory(g, s) for g in range(made.P * position.step, 16) for s in (0, 1)
+        ]
+        assert all(map(made.same, rows, expected)), position
         assert len(rows) == len(expected)
 
 
@@ -455,7 +359,7 @@ def test_gc_never_deletes_what_the_oldest_checkpoint_needs_even_if_it_was_releas
     assert garbage.find(paths, newer + kept) == found  # or are not
     garbage.delete(found)
     left = {path for path in paths.root.rglob("*.h5")}
-    assert left == {paths.shard(name, 1, seq) for name in PRODUCERS for seq in range(step, 4)}
+    assert left == {paths.shard(name, 1, seq) for name in made.PRODUCERS for seq in range(step, 4)}
 
 
 def test_gc_keeps_what_was_not_released_and_what_is_not_planned(tmp_path):
@@ -476,7 +380,7 @@ def test_a_sidecar_goes_with_the_shard_it_widens(tmp_path):
     positions, _ = plan(paths, 3, release=3)
     found = garbage.find(paths, [positions[2]])
     gone = {file.path for file in found.retired}
-    assert {path.parent.parent.name for path in gone} == {*PRODUCERS, "reference-0"}
+    assert {path.parent.parent.name for path in gone} == {*made.PRODUCERS, "reference-0"}
     garbage.delete(found)
     assert check(paths, [positions[2]]).findings == []
     assert len(list(paths.producer("reference-0").rglob("*.h5"))) == 2
@@ -540,26 +444,26 @@ def test_gc_refuses_while_the_run_is_alive_and_works_once_it_has_ended(tmp_path)
 
 
 def test_what_was_dropped_over_age_and_what_is_partial_is_neither_wrong_nor_needed(tmp_path):
-    paths = make_bus(tmp_path, ["rollout-0"])
+    paths = made.make_bus(tmp_path, ["rollout-0"])
     options = {"prompts_per_step": 2, "over_age": "drop", "max_staleness": 1}
     with Producer(paths, "rollout-0", {}) as producer:
-        producer.put([group(0), group(1)])
-        producer.put([group(2), group(3)])
-        producer.put([group(4, version=2), group(5, version=2)])
-        producer.put_partial([group(6, version=2)])
-    with open_sequencer(paths, **options) as sequencer:
-        batch(sequencer, 1)
-        batch(sequencer, 2)  # guids 2, 3 are 1 step stale: just allowed
+        producer.put([made.group(0), made.group(1)])
+        producer.put([made.group(2), made.group(3)])
+        producer.put([made.group(4, version=2), made.group(5, version=2)])
+        producer.put_partial([made.group(6, version=2)])
+    with made.sequencer(paths, **options) as sequencer:
+        made.batch(sequencer, 1)
+        made.batch(sequencer, 2)  # guids 2, 3 are 1 step stale: just allowed
         position = sequencer.position
     with Producer(paths, "rollout-0", {}) as producer:
-        producer.put([group(8)])  # of policy 0: too old for step 3
-    with open_sequencer(paths, position, **options) as sequencer:
-        batch(sequencer, 3)
+        producer.put([made.group(8)])  # of policy 0: too old for step 3
+    with made.sequencer(paths, position, **options) as sequencer:
+        made.batch(sequencer, 3)
         with Producer(paths, "rollout-0", {}) as producer:
             [owed] = sequencer._credit.owed
             assert producer.owe_again([owed]) == [8]
-            producer.put([group(8, version=3), group(7, version=3)])
-        batch(sequencer, 4)
+            producer.put([made.group(8, version=3), made.group(7, version=3)])
+        made.batch(sequencer, 4)
         found = check(paths, [position, sequencer.position])
         assert found.findings == []
         sequencer.release(3)
@@ -574,17 +478,17 @@ def test_what_was_dropped_over_age_and_what_is_partial_is_neither_wrong_nor_need
 
 
 def test_a_damaged_shard_that_the_plan_has_set_aside_is_told_and_not_wrong(tmp_path):
-    paths = make_bus(tmp_path, ["rollout-0"])
-    produce(paths, "rollout-0", range(4), per_shard=2)
+    paths = made.make_bus(tmp_path, ["rollout-0"])
+    made.produce(paths, "rollout-0", range(4), per_shard=2)
     path = paths.shard("rollout-0", 1, 0)
     path.write_bytes(path.read_bytes()[:100])
     [(kind, what)] = wrong(check(paths))
     assert (kind, "is torn" in what) == ("shard", True)
-    with open_sequencer(paths, prompts_per_step=2) as sequencer:
+    with made.sequencer(paths, prompts_per_step=2) as sequencer:
         sequencer.look()
         with Producer(paths, "rollout-0", {}) as producer:
-            producer.put([group(0), group(1)])
-        batch(sequencer, 1)
+            producer.put([made.group(0), made.group(1)])
+        made.batch(sequencer, 1)
     found = check(paths)
     assert found.is_sound
     [finding] = found.findings
@@ -598,7 +502,6 @@ def test_the_commands_work_on_a_run_directory_and_say_what_they_allow(tmp_path):
     with subprocess.Popen(["sleep", "60"]) as process:
         run = make_run(tmp_path, ProcessId.of(process.pid))
         process.terminate()
-    assert "step 3: 4 records of plan fence 1" not in invoke("ls", run.root).output
     assert "step 3: 3 records of plan fence" in invoke("ls", run.root).output
     assert "4 prompt groups" in invoke("show", run.root, "--step", 2).output
     shard = run.bus.shard(*SHARD)
@@ -606,16 +509,7 @@ def test_the_commands_work_on_a_run_directory_and_say_what_they_allow(tmp_path):
     assert invoke("verify", run.root).exit_code == 0
     target = tmp_path / "o.parquet"
     assert "16 rows" in invoke("export", run.root, "--to", target, "--step", "1:2").output
-    shard.unlink()
-    damaged = invoke("verify", run.root)
-    assert damaged.exit_code == 0  # released, and behind the checkpoint
     run.bus.shard("rollout-0", 1, 3).unlink()
     damaged = invoke("verify", run.root, "--json")
     assert damaged.exit_code == 1
     assert json.loads(damaged.stdout)["findings"][0]["kind"] == "missing"
-    for args, what in (
-        (("show", run.root), "give --step or --guid, or name a shard"),
-        (("show", shard), "cannot be opened"),
-        (("ls", tmp_path / "no"), "no such run"),
-    ):
-        assert what in str(invoke(*args).exception)

@@ -187,6 +187,15 @@ def kill(run_dir, role, event="start", whom=("pid",)):
         os.kill(named[key], signal.SIGKILL)
 
 
+def assert_whole(run_dir, after, steps, prompts, siblings):
+    """It is complete: nothing was lost, doubled or moved to another step."""
+    assert after["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
+    counts = after["progress"]["trajectories"]
+    assert counts["committed"] == counts["trained"] == steps * prompts * siblings
+    assert counts["trained_twice"] == 0 and set(counts["dropped"].values()) == {0}
+    assert_every_prompt_once(run_dir, steps, prompts)
+
+
 def planned(run_dir):
     """(step, guids) of the valid plan."""
     return [(step.step, step.guids) for step in read_chain(RunPaths(run_dir).bus).steps]

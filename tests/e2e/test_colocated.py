@@ -4,19 +4,8 @@ import os
 import re
 import signal
 
+import e2e_runs as e2e
 import pytest
-from e2e_runs import (
-    cli,
-    events_of,
-    has_done,
-    hurry,
-    newest,
-    submit,
-    unhurried,
-    wait_for,
-    wait_until,
-    wait_until_over,
-)
 
 from relax_hpc.inference.members import Roster
 from relax_hpc.launch import placement
@@ -29,26 +18,19 @@ STEPS, PROMPTS, SIBLINGS = 4, 8, 4
 
 def submit_colocated(tiny, run_root, *, local, steps=STEPS, ranks=2, **settings):
     small = {
-        "run_root": run_root,
-        "engines.rollout.placement": "actor",
-        "engines.rollout.count": ranks,
-        "actor.layout.data_parallel": ranks,
-        "schedule.max_staleness": 0,
-        "schedule.num_steps": steps,
-        "schedule.prompts_per_step": PROMPTS,
-        "rollout.samples_per_prompt": SIBLINGS,
-        "actor.save_every": 2,
-        "weights.advanced.checksum_every": 1,
-        "weights.advanced.bucket_bytes": 100_000,
-        "eval.heldout.every": 2,
-        "eval.heldout.num_prompts": 16,
-    }
-    return submit("demo", tiny, local=local, **small | settings).run_dir
+        "run_root": run_root, "engines.rollout.placement": "actor", "engines.rollout.count": ranks,
+        "actor.layout.data_parallel": ranks, "schedule.max_staleness": 0,
+        "schedule.num_steps": steps, "schedule.prompts_per_step": PROMPTS,
+        "rollout.samples_per_prompt": SIBLINGS, "actor.save_every": 2,
+        "weights.advanced.checksum_every": 1, "weights.advanced.bucket_bytes": 100_000,
+        "eval.heldout.every": 2, "eval.heldout.num_prompts": 16,
+    }  # fmt: skip
+    return e2e.submit("demo", tiny, local=local, **small | settings).run_dir
 
 
 def assert_the_lease_went_to_and_fro(run_dir, steps):
     """No sample and no evaluation while the trainer has the lease, and no step while engines do."""
-    events = events_of(run_dir)
+    events = e2e.events_of(run_dir)
     leases = [(event["time"], event["holder"]) for event in events if event["event"] == "lease"]
     assert [holder for _, holder in leases] == ["trainer", "engines"] * (steps + 1)
     for event in events:
@@ -59,12 +41,12 @@ def assert_the_lease_went_to_and_fro(run_dir, steps):
 
 
 def assert_complete(run_dir, after, steps):
-    assert after["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
+    assert after["state"] == "COMPLETED", e2e.cli("logs", run_dir)[-4000:]
     progress, total = after["progress"], steps * PROMPTS * SIBLINGS
     assert progress["trajectories"]["trained"] == total
     assert progress["trajectories"]["trained_twice"] == 0
     assert progress["checksums_equal"] is True
-    verified = {event["version"] for event in events_of(run_dir, "actor", "verify")}
+    verified = {event["version"] for event in e2e.events_of(run_dir, "actor", "verify")}
     assert verified >= set(range(1, steps + 1))
 
 
@@ -73,19 +55,21 @@ def test_one_of_several_engines_that_a_task_keeps_on_the_actors_gpus_is_killed_a
 ):
     # Rewards take their time, or else the run may be over before the engine is back.
     steps = 8
-    several = {"engines.rollout.engines_per_task": 2, "reward.name": unhurried(tmp_path, 4)}
+    several = {"engines.rollout.engines_per_task": 2, "reward.name": e2e.unhurried(tmp_path, 4)}
     run_dir = submit_colocated(tiny, tmp_path, local=True, steps=steps, **several)
-    wait_until(run_dir, has_done(1), 100)
-    started = {event["id"]: event for event in events_of(run_dir, "rollout", "engine")}
+    e2e.wait_until(run_dir, e2e.has_done(1), 100)
+    started = {event["id"]: event for event in e2e.events_of(run_dir, "rollout", "engine")}
     assert sorted(started) == ["rollout-0.0", "rollout-0.1"]
     kill(started["rollout-0.1"], "engine_pid")
-    wait_for(lambda: len(events_of(run_dir, "rollout", "engine")) > 2, 100)
-    hurry(tmp_path)
-    after = wait_until_over(run_dir, 150)
+    e2e.wait_for(lambda: len(e2e.events_of(run_dir, "rollout", "engine")) > 2, 100)
+    e2e.hurry(tmp_path)
+    after = e2e.wait_until_over(run_dir, 150)
     assert_complete(run_dir, after, steps)
     assert_the_lease_went_to_and_fro(run_dir, steps)
-    assert [event["id"] for event in events_of(run_dir, "rollout", "engine")[2:]] == ["rollout-0.1"]
-    assert [event["rank"] for event in events_of(run_dir, "rollout", "start")] == [0]
+    assert [event["id"] for event in e2e.events_of(run_dir, "rollout", "engine")[2:]] == [
+        "rollout-0.1"
+    ]
+    assert [event["rank"] for event in e2e.events_of(run_dir, "rollout", "start")] == [0]
     held = dict.fromkeys(["rollout-0.0", "rollout-0.1", "trainer"], steps)
     assert after["progress"]["weight_versions"] == held
 
@@ -104,8 +88,8 @@ def test_slurm_runs_both_as_steps_of_one_component_in_turn(
         "engines.rollout.resources.srun": pretended,
     }
     run_dir = submit_colocated(tiny, tmp_path, local=False, **settings)
-    during = wait_until(run_dir, has_done(1), 200)
-    after = wait_until_over(run_dir, 100)
+    during = e2e.wait_until(run_dir, e2e.has_done(1), 200)
+    after = e2e.wait_until_over(run_dir, 100)
     job_id = during["job_id"]
     assert [(each["name"], each["job_id"]) for each in during["components"]] == [
         ("actor", job_id),
@@ -113,14 +97,14 @@ def test_slurm_runs_both_as_steps_of_one_component_in_turn(
     ]
     assert_complete(run_dir, after, STEPS)
     assert_the_lease_went_to_and_fro(run_dir, STEPS)
-    starts = events_of(run_dir, event="start")
+    starts = e2e.events_of(run_dir, event="start")
     assert len({event["node"] for event in starts}) == 1
     assert {event["attempt"] for event in starts} == {f"{job_id}.0"}
     held = {"rollout-0": STEPS, "rollout-1": STEPS, "trainer": STEPS}
     assert after["progress"]["weight_versions"] == held
-    versions = [event["version"] for event in events_of(run_dir, "rollout", "eval")]
+    versions = [event["version"] for event in e2e.events_of(run_dir, "rollout", "eval")]
     assert set(versions) == {0, 2, STEPS}
-    published = events_of(run_dir, "actor", "publish")[-1]
+    published = e2e.events_of(run_dir, "actor", "publish")[-1]
     assert published["sync/wake_weights"] > 0 and published["sync/wake_kv_cache"] > 0
 
 
@@ -130,17 +114,17 @@ def test_an_engine_killed_in_its_sleep_and_an_actor_killed_while_engines_sleep_c
     steps = 6
     longer = {"algorithm.epochs_per_step": 6}
     run_dir = submit_colocated(tiny, tmp_path, local=True, steps=steps, ranks=1, **longer)
-    wait_for(lambda: events_of(run_dir, "actor", "step"), 100)
+    e2e.wait_for(lambda: e2e.events_of(run_dir, "actor", "step"), 100)
     wait_until_asleep(run_dir)
-    kill(newest(run_dir, "rollout", "engine"), "engine_pid")
-    wait_for(lambda: len(events_of(run_dir, "rollout", "engine")) == 2, 100)
+    kill(e2e.newest(run_dir, "rollout", "engine"), "engine_pid")
+    e2e.wait_for(lambda: len(e2e.events_of(run_dir, "rollout", "engine")) == 2, 100)
     wait_until_asleep(run_dir)
-    for actor in [event for event in events_of(run_dir, "actor", "start") if not event["rank"]]:
+    for actor in [event for event in e2e.events_of(run_dir, "actor", "start") if not event["rank"]]:
         kill(actor, "pid")
-    after = wait_until_over(run_dir, 150)
+    after = e2e.wait_until_over(run_dir, 150)
     assert_complete(run_dir, after, steps)
-    assert len(events_of(run_dir, "rollout", "engine")) == 2  # the actor's end did it nothing
-    assert max(event["start"] for event in events_of(run_dir, "actor", "start")) == 2
+    assert len(e2e.events_of(run_dir, "rollout", "engine")) == 2  # the actor's end did it nothing
+    assert max(event["start"] for event in e2e.events_of(run_dir, "actor", "start")) == 2
 
 
 def kill(event, pid):
@@ -151,4 +135,4 @@ def wait_until_asleep(run_dir):
     def states():
         return {entry.state for entry in Roster.read(RunPaths(run_dir)).members.values()}
 
-    wait_for(lambda: states() == {"ASLEEP"})
+    e2e.wait_for(lambda: states() == {"ASLEEP"})

@@ -7,21 +7,10 @@ from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
+import e2e_runs as e2e
 import numpy as np
 import pytest
 import torch
-from e2e_runs import (
-    REPOSITORY,
-    assert_every_prompt_once,
-    cli,
-    events_of,
-    has_done,
-    kill,
-    planned,
-    sized,
-    wait_until,
-    wait_until_over,
-)
 
 from relax_hpc import submit
 from relax_hpc.algorithms.composition import objective_of
@@ -33,7 +22,7 @@ from relax_hpc.runtime.paths import RunPaths
 
 pytestmark = pytest.mark.long
 
-PAGE = (REPOSITORY / "docs" / "how-to" / "extending.md").read_text()
+PAGE = (e2e.REPOSITORY / "docs" / "how-to" / "extending.md").read_text()
 STEPS, PROMPTS, SIBLINGS = 2, 4, 4
 OF_AN_AGENT = "An agent that speaks the chat API"
 
@@ -70,11 +59,11 @@ def test_a_reward_an_environment_and_a_source_of_data_are_one_file_each(folder, 
         "rollout.samples_per_prompt": SIBLINGS, "engines.rollout.max_running_requests": 16,
     }  # fmt: skip
     job, own = (
-        REPOSITORY / "jobs" / "demo.toml",
+        e2e.REPOSITORY / "jobs" / "demo.toml",
         [f"--set={key}={settings[key]}" for key in settings],
     )
     # 0+0= is answered with 0, twice: right, less 0.01 for its character.
-    played = cli("check", job, "--local", "--play", *own)
+    played = e2e.cli("check", job, "--local", "--play", *own)
     assert "played an episode: 2 replies, 4 tokens trained on; reward 0.99 (right 1, " in played
     assert "metrics (changed 0)" in played
     run = submit(job, local=True, **settings | {"reward.args": mine["reward"]["args"]})
@@ -85,8 +74,8 @@ def test_a_reward_an_environment_and_a_source_of_data_are_one_file_each(folder, 
     assert run.wait(600).state == "COMPLETED"
     assert [row["step"] for row in run.history()] == [0, *range(1, STEPS + 1)]
     assert len(run.samples(STEPS, n=99)) == PROMPTS * SIBLINGS
-    assert [len(guids) for _, guids in planned(run_dir)] == [PROMPTS] * STEPS
-    shards = events_of(run_dir, event="shard")
+    assert [len(guids) for _, guids in e2e.planned(run_dir)] == [PROMPTS] * STEPS
+    shards = e2e.events_of(run_dir, event="shard")
     assert all(0 <= shard["rollout/changed"] <= 1 for shard in shards)
     for shard in shards:
         parts = shard["parts/right"] + shard["parts/length"]
@@ -99,7 +88,7 @@ def test_an_agent_is_a_program_and_what_it_was_told_is_trained_on_once_though_ro
 ):
     monkeypatch.chdir(folder)
     steps, mine = 4, said_in_the_job(of_an_agent=True)["rollout"]
-    settings = sized(folder, steps, PROMPTS, SIBLINGS, 4) | {
+    settings = e2e.sized(folder, steps, PROMPTS, SIBLINGS, 4) | {
         "name": "agent", "rollout.environment": mine["environment"],
         "rollout.program.command": json.dumps(mine["program"]["command"]),
         "rollout.program.timeout_s": mine["program"]["timeout_s"], "model.path": tiny / "model",
@@ -107,25 +96,25 @@ def test_an_agent_is_a_program_and_what_it_was_told_is_trained_on_once_though_ro
         "actor.save_every": 2, "rollout.advanced.groups_per_shard": 2, "bus.keep_steps": steps,
         "engines.rollout.max_running_requests": 16,
     }  # fmt: skip
-    job, own = REPOSITORY / "jobs" / "demo.toml", [f"--set={k}={v}" for k, v in settings.items()]
-    assert "1 reply, 4 tokens trained on; reward 1 (right 1); metrics (turns 1)" in cli(
+    job, own = (
+        e2e.REPOSITORY / "jobs" / "demo.toml",
+        [f"--set={k}={v}" for k, v in settings.items()],
+    )
+    assert "1 reply, 4 tokens trained on; reward 1 (right 1); metrics (turns 1)" in e2e.cli(
         "check", job, "--local", "--play", *own
     ), "three digits, and the end"
     run_dir = Path(
-        re.search(r"^run directory: (.*)$", cli("submit", job, "--local", *own), re.M)[1]
+        re.search(r"^run directory: (.*)$", e2e.cli("submit", job, "--local", *own), re.M)[1]
     )
     try:
-        wait_until(run_dir, has_done(1), 100)
-        kill(run_dir, "rollout", "engine")
-        after = wait_until_over(run_dir, 200)
+        e2e.wait_until(run_dir, e2e.has_done(1), 100)
+        e2e.kill(run_dir, "rollout", "engine")
+        after = e2e.wait_until_over(run_dir, 200)
     finally:
-        cli("cancel", run_dir)
-    assert after["state"] == "COMPLETED" and len(events_of(run_dir, "rollout", "start")) == 2
-    count = after["progress"]["trajectories"]
-    assert count["committed"] == count["trained"] == steps * PROMPTS * SIBLINGS
-    assert count["trained_twice"] == 0 and set(count["dropped"].values()) == {0}
-    assert_every_prompt_once(run_dir, steps, PROMPTS)
-    assert all(1 <= shard["rollout/turns"] <= 2 for shard in events_of(run_dir, event="shard"))
+        e2e.cli("cancel", run_dir)
+    e2e.assert_whole(run_dir, after, steps, PROMPTS, SIBLINGS)
+    assert len(e2e.events_of(run_dir, "rollout", "start")) == 2
+    assert all(1 <= shard["rollout/turns"] <= 2 for shard in e2e.events_of(run_dir, event="shard"))
     rows = rows_of(run_dir)
     assert {row.reward for row in rows} <= {0, 0.5, 1} and not any(r.reward_error for r in rows)
     turns = [row.turns[:, 1].tolist() for row in rows]

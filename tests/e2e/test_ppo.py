@@ -15,19 +15,11 @@ pytestmark = pytest.mark.long
 
 STEPS, PROMPTS = 30, 16
 SETTINGS = {
-    "engines.rollout.count": 1,
-    "engines.rollout.resources.nodes": 1,
-    "schedule.num_steps": STEPS,
-    "schedule.prompts_per_step": PROMPTS,
-    "actor.save_every": 5,
-    "actor.optimizer.lr": 3e-4,
-    "actor.optimizer.warmup_steps": 2,
-    "algorithm.epochs_per_step": 1,
-    "critic.warmup_steps": 2,
-    "bus.keep_steps": STEPS,
-    "eval.heldout.every": 0,
-    "eval.heldout.num_prompts": 256,
-}
+    "engines.rollout.count": 1, "engines.rollout.resources.nodes": 1, "schedule.num_steps": STEPS,
+    "schedule.prompts_per_step": PROMPTS, "actor.save_every": 5, "actor.optimizer.lr": 3e-4,
+    "actor.optimizer.warmup_steps": 2, "algorithm.epochs_per_step": 1, "critic.warmup_steps": 2,
+    "bus.keep_steps": STEPS, "eval.heldout.every": 0, "eval.heldout.num_prompts": 256,
+}  # fmt: skip
 
 
 def kill_while_it_saves(run_dir, timeout_s):

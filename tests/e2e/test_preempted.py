@@ -4,19 +4,9 @@ import subprocess
 import time
 from pathlib import Path
 
+import e2e_runs as e2e
 import pytest
 from cluster import local_slurm
-from e2e_runs import (
-    assert_every_prompt_once,
-    cli,
-    events_of,
-    hurry,
-    sized,
-    submit,
-    unhurried,
-    wait_for,
-    wait_until_over,
-)
 
 pytestmark = pytest.mark.long
 
@@ -43,36 +33,36 @@ def preempt():
 def test_rollout_that_is_preempted_every_30_s_loses_nothing_and_training_goes_on(
     tiny, tmp_path, two_nodes
 ):
-    settings = sized(tmp_path, STEPS, PROMPTS, 4, 8) | {
-        "launch.profile": "local", "reward.name": unhurried(tmp_path, SECONDS_A_REWARD),
+    settings = e2e.sized(tmp_path, STEPS, PROMPTS, 4, 8) | {
+        "launch.profile": "local", "reward.name": e2e.unhurried(tmp_path, SECONDS_A_REWARD),
         "launch.layout": "separate", "launch.advanced.idle_s": 600, "weights.transport": "files",
         "engines.rollout.resources.cpus_per_task": 8, "actor.resources.cpus_per_task": 8,
         "engines.rollout.resources.partition": "low", "actor.resources.partition": "main",
         "schedule.max_staleness": 4, "rollout.advanced.groups_per_shard": 2,
         "actor.save_every": 1000,
     }  # fmt: skip
-    run_dir = submit("demo", tiny, local=False, **settings).run_dir
+    run_dir = e2e.submit("demo", tiny, local=False, **settings).run_dir
 
     def steps():
-        return [event["step"] for event in events_of(run_dir, "actor", "step")]
+        return [event["step"] for event in e2e.events_of(run_dir, "actor", "step")]
 
     def attempts():
-        return len(events_of(run_dir, "rollout", "start"))
+        return len(e2e.events_of(run_dir, "rollout", "start"))
 
-    wait_for(steps, 100)
+    e2e.wait_for(steps, 100)
     for number in range(1, TIMES + 1):
         begun, before = time.monotonic(), len(steps())
         preempt()
         assert len(steps()) < STEPS, "it is preempted while there is something to do"
-        wait_for(lambda number=number: attempts() > number, 120)
-        wait_for(lambda before=before: len(steps()) > before, 100)
+        e2e.wait_for(lambda number=number: attempts() > number, 120)
+        e2e.wait_for(lambda before=before: len(steps()) > before, 100)
         time.sleep(max(0.0, EVERY_S - (time.monotonic() - begun)) * (number < TIMES))
-    hurry(tmp_path)
-    now = wait_until_over(run_dir, 200)
-    assert now["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
+    e2e.hurry(tmp_path)
+    now = e2e.wait_until_over(run_dir, 200)
+    assert now["state"] == "COMPLETED", e2e.cli("logs", run_dir)[-4000:]
     assert steps() == [*range(1, STEPS + 1)], "none is trained again"
-    assert len(events_of(run_dir, "actor", "start")) == 1 and attempts() == TIMES + 1
-    assert_every_prompt_once(run_dir, STEPS, PROMPTS)
+    assert len(e2e.events_of(run_dir, "actor", "start")) == 1 and attempts() == TIMES + 1
+    e2e.assert_every_prompt_once(run_dir, STEPS, PROMPTS)
     assert now["progress"]["trajectories"]["trained_twice"] == 0
     assert now["progress"]["redone"]["tokens_sampled_again"] == 0
     assert now["progress"]["max_staleness_seen"] <= 4

@@ -6,22 +6,9 @@ import subprocess
 import time
 from contextlib import suppress
 
+import e2e_runs as e2e
 import psutil
 import pytest
-from e2e_runs import (
-    CLI,
-    assert_every_prompt_once,
-    cli,
-    events_of,
-    has_done,
-    hurry,
-    sized,
-    status,
-    submit,
-    unhurried,
-    wait_until,
-    wait_until_over,
-)
 
 from relax_hpc.errors import EngineError
 from relax_hpc.inference import members
@@ -35,25 +22,27 @@ STEPS, PROMPTS, SIBLINGS = 120, 8, 4
 
 
 def submit_small(tiny, run_root, *, local, **settings):
-    small = sized(run_root, STEPS, PROMPTS, SIBLINGS, 8) | {
+    small = e2e.sized(run_root, STEPS, PROMPTS, SIBLINGS, 8) | {
         "engines.rollout.resources.max_nodes": 2,
         "rollout.advanced.groups_per_shard": 4,
-        "reward.name": unhurried(run_root),
+        "reward.name": e2e.unhurried(run_root),
         "actor.save_every": 1000,
         "weights.advanced.checksum_every": 1,
     }
-    return submit("demo", tiny, local=local, **small | settings).run_dir
+    return e2e.submit("demo", tiny, local=local, **small | settings).run_dir
 
 
 def listed(run_dir):
     """Engine id -> row."""
-    rows = json.loads(cli("scale", "list", run_dir, "--json"))["rows"]
+    rows = json.loads(e2e.cli("scale", "list", run_dir, "--json"))["rows"]
     return {row["id"]: row for row in rows}
 
 
 def scale(*arguments):
     """Exit code and output of a command that may fail."""
-    answer = subprocess.run([CLI, "scale", *arguments], capture_output=True, text=True, timeout=300)
+    answer = subprocess.run(
+        [e2e.CLI, "scale", *arguments], capture_output=True, text=True, timeout=300
+    )
     return answer.returncode, answer.stdout + answer.stderr
 
 
@@ -85,38 +74,34 @@ def running_for(run_dir, module):
 @pytest.mark.usefixtures("slurm_cluster")
 def test_an_engine_joins_a_run_under_slurm_serves_and_leaves(tiny, tmp_path):
     run_dir = submit_small(tiny, tmp_path, local=False, **{"launch.profile": "local"})
-    wait_until(run_dir, has_done(1), 300)
-    said = cli("scale", "out", run_dir, "--engines", "2", "--wait")
+    e2e.wait_until(run_dir, e2e.has_done(1), 300)
+    said = e2e.cli("scale", "out", run_dir, "--engines", "2", "--wait")
     assert said.endswith("request 1 (scale out to 2 engines): done\n")
     row = listed(run_dir)["extra-1"]
-    core = status(run_dir)["components"][0]
+    core = e2e.status(run_dir)["components"][0]
     steps = subprocess.run(["squeue", "-hs", "-o", "%N"], capture_output=True, text=True)
     assert row["node"] in steps.stdout.split() and row["node"] != listed(run_dir)["rollout-0"][
         "node"]  # fmt: skip
     assert core["state"] == "RUNNING"
-    assert cli("scale", "out", run_dir, "--engines", "2").startswith("nothing to do")
+    assert e2e.cli("scale", "out", run_dir, "--engines", "2").startswith("nothing to do")
 
     assert serves(run_dir, "extra-1", timeout_s=100)
-    said = cli("scale", "in", run_dir, "--engines", "1", "--wait")
+    said = e2e.cli("scale", "in", run_dir, "--engines", "1", "--wait")
     assert said.endswith("request 2 (scale in to 1 engine): done\n")
     assert listed(run_dir)["extra-1"]["state"] == "GONE"
-    left = status(run_dir)["progress"]["steps_done"]
+    left = e2e.status(run_dir)["progress"]["steps_done"]
     assert left < STEPS, "it left while the run went on"
-    hurry(tmp_path)
-    after = wait_until_over(run_dir, 400)
-    assert after["state"] == "COMPLETED"
-    counts, total = after["progress"]["trajectories"], STEPS * PROMPTS * SIBLINGS
-    assert counts["committed"] == counts["trained"] == total
-    assert counts["trained_twice"] == 0 and set(counts["dropped"].values()) == {0}
-    assert_every_prompt_once(run_dir, STEPS, PROMPTS)
+    e2e.hurry(tmp_path)
+    after = e2e.wait_until_over(run_dir, 400)
+    e2e.assert_whole(run_dir, after, STEPS, PROMPTS, SIBLINGS)
     assert after["progress"]["max_staleness_seen"] <= 1
     # Every update was compared: the newcomer held the trainer's weights while it served.
-    compared = [e for e in events_of(run_dir, "actor", "verify") if "extra-1" in e["members"]]
-    assert len(compared) > 1 and all(e["equal"] for e in events_of(run_dir, "actor", "verify"))
+    compared = [e for e in e2e.events_of(run_dir, "actor", "verify") if "extra-1" in e["members"]]
+    assert len(compared) > 1 and all(e["equal"] for e in e2e.events_of(run_dir, "actor", "verify"))
     assert after["progress"]["weight_versions"]["extra-1"] < STEPS
-    assert {(e["role"], e["start"]) for e in events_of(run_dir, event="start")} == {
+    assert {(e["role"], e["start"]) for e in e2e.events_of(run_dir, event="start")} == {
         ("rollout", 1), ("actor", 1), ("extra", 1)}  # fmt: skip
-    assert len(events_of(run_dir, event="start")) == 3, "nobody was started again"
+    assert len(e2e.events_of(run_dir, event="start")) == 3, "nobody was started again"
 
 
 def test_a_start_that_fails_is_undone_and_the_next_one_succeeds(tiny, tmp_path):
@@ -124,7 +109,7 @@ def test_a_start_that_fails_is_undone_and_the_next_one_succeeds(tiny, tmp_path):
     light = {"schedule.num_steps": 100000, "schedule.prompts_per_step": 4}
     run_dir = submit_small(own, tmp_path, local=True, **light)
     weights, hidden = own / "model" / "model.safetensors", tmp_path / "hidden"
-    wait_until(run_dir, has_done(1), 300)
+    e2e.wait_until(run_dir, e2e.has_done(1), 300)
     code, said = scale("out", run_dir, "--engines", "3")
     assert code == 2 and "room is left for 1, so use 2 or less" in said and said.count("\n") == 1
 
@@ -141,17 +126,17 @@ def test_a_start_that_fails_is_undone_and_the_next_one_succeeds(tiny, tmp_path):
     assert said.startswith("request 2 (scale out to 2 engines, weights by files): is begun\n")
     # HEALTHY between the broadcast to the other and its own turn.
     assert listed(run_dir)["extra-2"]["state"] in ("ACTIVE", "SYNCING", "HEALTHY")
-    now = status(run_dir)
+    now = e2e.status(run_dir)
     assert [(row["id"], row["pool"]) for row in now["engines"]] == [
         (engine, "rollout") for engine in ("rollout-0", "extra-1", "extra-2")
     ]
-    wait_until(run_dir, has_done(now["progress"]["steps_done"] + 1), 300)
-    given = events_of(run_dir, "actor", "publish")
+    e2e.wait_until(run_dir, e2e.has_done(now["progress"]["steps_done"] + 1), 300)
+    given = e2e.events_of(run_dir, "actor", "publish")
     assert [e for e in given if (e["transport"], e["loading"]) == ("files", ["extra-2"])]
-    assert [e for e in events_of(run_dir, "actor", "loaded") if e["members"] == ["extra-2"]]
+    assert [e for e in e2e.events_of(run_dir, "actor", "loaded") if e["members"] == ["extra-2"]]
     assert all(e["members"] == ["rollout-0"] for e in given if e["transport"] == "collective")
-    assert all(e["equal"] for e in events_of(run_dir, "actor", "verify"))
-    cli("cancel", run_dir)
+    assert all(e["equal"] for e in e2e.events_of(run_dir, "actor", "verify"))
+    e2e.cli("cancel", run_dir)
     assert listed(run_dir)["extra-2"]["state"] == "GONE"
-    starts = [(e["role"], e["rank"]) for e in events_of(run_dir, event="start")]
+    starts = [(e["role"], e["rank"]) for e in e2e.events_of(run_dir, event="start")]
     assert sorted(starts) == [("actor", 0), ("extra", 1), ("extra", 2), ("rollout", 0)]

@@ -3,24 +3,10 @@
 import itertools
 from pathlib import Path
 
+import e2e_runs as e2e
 import psutil
 import pytest
 from cluster import local_slurm
-from e2e_runs import (
-    assert_every_prompt_once,
-    cli,
-    events_of,
-    hurry,
-    kill,
-    next_that_teach,
-    planned,
-    sized,
-    status,
-    submit,
-    unhurried,
-    wait_for,
-    wait_until_over,
-)
 
 from relax_hpc.launch import record
 from relax_hpc.runs import verdict
@@ -28,12 +14,6 @@ from relax_hpc.runs import verdict
 pytestmark = pytest.mark.long
 
 STEPS, PROMPTS, STALENESS = 20, 8, 6
-FLAT = """
-def score(group):
-    flat = sum(map(ord, str(group[0].prompt))) % 5 < 2
-    return [1.0 if flat else float(number % 2) for number, _ in enumerate(group)]
-"""
-"""Two groups of five are without spread, whoever samples them."""
 
 
 @pytest.fixture
@@ -45,19 +25,19 @@ def one_node(tmp_path_factory):
 
 
 def submit_apart(tiny, folder, **settings):
-    small = sized(folder, STEPS, PROMPTS, 4, 8) | {
-        "launch.profile": "local", "reward.name": unhurried(folder), "launch.layout": "separate",
-        "launch.advanced.idle_s": 3, "weights.transport": "files",
+    small = e2e.sized(folder, STEPS, PROMPTS, 4, 8) | {
+        "launch.profile": "local", "reward.name": e2e.unhurried(folder),
+        "launch.layout": "separate", "launch.advanced.idle_s": 3, "weights.transport": "files",
         "engines.rollout.resources.cpus_per_task": 8, "actor.resources.cpus_per_task": 8,
         "schedule.max_staleness": STALENESS, "actor.save_every": 1000,
     }  # fmt: skip
-    return submit("demo", tiny, local=False, **small | settings).run_dir
+    return e2e.submit("demo", tiny, local=False, **small | settings).run_dir
 
 
 def windows(run_dir, role):
     """First and last sign of life of every attempt of a role's job."""
     found = {}
-    for event in events_of(run_dir, role):
+    for event in e2e.events_of(run_dir, role):
         if event["event"] == "start":
             attempt = event["attempt"]
         first, _ = found.get(attempt, (event["time"], None))
@@ -78,16 +58,16 @@ def test_two_sides_that_never_meet_complete_though_each_is_killed_in_the_middle(
     tiny, tmp_path, one_node
 ):
     run_dir = submit_apart(tiny, tmp_path)
-    wait_for(lambda: events_of(run_dir, "rollout", "shard"), 60)
-    kill(run_dir, "rollout")
-    wait_for(lambda: events_of(run_dir, "actor", "step"), 100)
+    e2e.wait_for(lambda: e2e.events_of(run_dir, "rollout", "shard"), 60)
+    e2e.kill(run_dir, "rollout")
+    e2e.wait_for(lambda: e2e.events_of(run_dir, "actor", "step"), 100)
     assert kill_holder(run_dir, "training")
-    wait_for(lambda: events_of(run_dir, "actor", "step")[-1]["step"] > STALENESS + 1, 100)
-    kill(run_dir, "actor")
-    hurry(tmp_path)
-    now = wait_until_over(run_dir, 200)
-    assert now["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
-    assert_every_prompt_once(run_dir, STEPS, PROMPTS)
+    e2e.wait_for(lambda: e2e.events_of(run_dir, "actor", "step")[-1]["step"] > STALENESS + 1, 100)
+    e2e.kill(run_dir, "actor")
+    e2e.hurry(tmp_path)
+    now = e2e.wait_until_over(run_dir, 200)
+    assert now["state"] == "COMPLETED", e2e.cli("logs", run_dir)[-4000:]
+    e2e.assert_every_prompt_once(run_dir, STEPS, PROMPTS)
     done = now["progress"]
     assert done["trajectories"]["trained_twice"] == 0 and done["steps_done"] == STEPS
     assert done["max_staleness_seen"] == STALENESS and done["checksums_equal"]
@@ -96,7 +76,7 @@ def test_two_sides_that_never_meet_complete_though_each_is_killed_in_the_middle(
     turns = sorted(windows(run_dir, "rollout") + windows(run_dir, "actor"))
     assert len(turns) >= 6, "they take turns"
     assert all(end < start for (_, end), (start, _) in itertools.pairwise(turns))
-    saved = [event["step"] for event in events_of(run_dir, "actor", "checkpoint")]
+    saved = [event["step"] for event in e2e.events_of(run_dir, "actor", "checkpoint")]
     assert saved[0] == STALENESS + 1, "before its nodes went back"
 
 
@@ -104,16 +84,18 @@ def test_a_run_of_two_jobs_is_cancelled_and_resumed_whole(tiny, tmp_path, one_no
     run_dir = submit_apart(tiny, tmp_path, **{"schedule.num_steps": 3})
     leaders = record.read(run_dir).leaders
     assert len(leaders) == 2
-    wait_for(lambda: "REQUEUE_HOLD" in [c["state"] for c in status(run_dir)["components"]], 90)
+    e2e.wait_for(
+        lambda: "REQUEUE_HOLD" in [c["state"] for c in e2e.status(run_dir)["components"]], 90
+    )
     assert "had nothing to do: requeued" in verdict.read(run_dir).words
-    assert status(run_dir)["state"] in ("RUNNING", "PENDING")
-    cli("cancel", run_dir)
-    wait_until_over(run_dir, 30)
-    hurry(tmp_path)
-    cli("resume", run_dir)
+    assert e2e.status(run_dir)["state"] in ("RUNNING", "PENDING")
+    e2e.cli("cancel", run_dir)
+    e2e.wait_until_over(run_dir, 30)
+    e2e.hurry(tmp_path)
+    e2e.cli("resume", run_dir)
     assert not {*leaders} & {*record.read(run_dir).leaders}
-    assert wait_until_over(run_dir, 150)["state"] == "COMPLETED"
-    assert_every_prompt_once(run_dir, 3, PROMPTS)
+    assert e2e.wait_until_over(run_dir, 150)["state"] == "COMPLETED"
+    e2e.assert_every_prompt_once(run_dir, 3, PROMPTS)
 
 
 def test_where_one_side_gives_up_the_other_ends_and_the_run_has_failed_until_it_is_resumed(
@@ -121,54 +103,11 @@ def test_where_one_side_gives_up_the_other_ends_and_the_run_has_failed_until_it_
 ):
     hurried = {"schedule.num_steps": 4, "schedule.max_staleness": 1, "launch.max_restarts": 0}
     run_dir = submit_apart(tiny, tmp_path, **hurried)
-    hurry(tmp_path)
-    wait_for(lambda: events_of(run_dir, "actor", "step"), 100)
-    kill(run_dir, "actor")
-    assert wait_until_over(run_dir, 120)["state"] == "FAILED"
+    e2e.hurry(tmp_path)
+    e2e.wait_for(lambda: e2e.events_of(run_dir, "actor", "step"), 100)
+    e2e.kill(run_dir, "actor")
+    assert e2e.wait_until_over(run_dir, 120)["state"] == "FAILED"
     assert "the training side has ended before the last step" in verdict.read(run_dir).words
-    cli("resume", run_dir)
-    assert wait_until_over(run_dir, 150)["state"] == "COMPLETED"
-    assert_every_prompt_once(run_dir, 4, PROMPTS)
-
-
-def test_two_sides_that_never_meet_refill_every_batch_with_the_next_groups_that_teach(
-    tiny, tmp_path, one_node
-):
-    tasks, steps, staleness = 2, 4, 3
-    (tmp_path / "flat.py").write_text(FLAT)
-    refilled = {
-        "algorithm.groups.name": "refill", "reward.name": f"{tmp_path}/flat.py:score",
-        "schedule.num_steps": steps, "schedule.max_staleness": staleness,
-        "launch.advanced.idle_s": 4,
-        "engines.rollout.count": tasks, "engines.rollout.resources.cpus_per_task": 8 // tasks,
-    }  # fmt: skip
-    run_dir = submit_apart(tiny, tmp_path, **refilled)
-    now = wait_until_over(run_dir, 400)
-    assert now["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
-    taught = planned(run_dir)
-    assert taught == next_that_teach(run_dir, steps, PROMPTS)
-    assert taught[-1][1][-1] >= steps * PROMPTS, "some were skipped, and replaced"
-    done = now["progress"]
-    assert done["trajectories"]["trained_twice"] == 0 and done["steps_done"] == steps
-    assert done["max_staleness_seen"] <= staleness and done["heldout_after"] is not None
-    sampling = windows(run_dir, "rollout")
-    assert len(sampling) == 2, "what takes the place of skipped groups needs no further turn"
-    turns = sorted(sampling + windows(run_dir, "actor"))
-    assert all(end < start for (_, end), (start, _) in itertools.pairwise(turns))
-
-
-def test_on_one_machine_both_sides_are_one_job_and_engines_come_for_weights_all_the_same(
-    tiny, tmp_path
-):
-    small = sized(tmp_path, 6, PROMPTS, 4, 8) | {
-        "launch.layout": "separate", "weights.transport": "files", "schedule.max_staleness": 2,
-        "weights.advanced.checksum_every": 1,
-    }  # fmt: skip
-    run_dir = submit("demo", tiny, local=True, **small).run_dir
-    now = wait_until_over(run_dir, 100)
-    assert now["state"] == "COMPLETED" and now["engines"] == []
-    assert_every_prompt_once(run_dir, 6, PROMPTS)
-    loaded = [event["version"] for event in events_of(run_dir, "rollout", "loaded")]
-    assert loaded == sorted(loaded) and loaded[-1] == 6
-    assert not events_of(run_dir, "actor", "loaded")
-    assert now["progress"]["checksums_equal"] and now["progress"]["max_staleness_seen"] <= 2
+    e2e.cli("resume", run_dir)
+    assert e2e.wait_until_over(run_dir, 150)["state"] == "COMPLETED"
+    e2e.assert_every_prompt_once(run_dir, 4, PROMPTS)

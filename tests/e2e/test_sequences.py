@@ -2,18 +2,8 @@
 
 from pathlib import Path
 
+import e2e_runs as e2e
 import pytest
-from e2e_runs import (
-    NODE,
-    assert_every_prompt_once,
-    events_of,
-    has_done,
-    kill,
-    sized,
-    submit,
-    wait_until,
-    wait_until_over,
-)
 
 from relax_hpc.bus.plan import read_chain
 from relax_hpc.bus.reader import Reader
@@ -31,23 +21,19 @@ SETTINGS = {
 
 
 def test_episodes_of_two_sequences_are_trained_on_once_whoever_is_killed(tiny, tmp_path):
-    small = sized(tmp_path, STEPS, PROMPTS, SIBLINGS, 16)
-    run_dir = submit("demo", tiny, local=True, **small | SETTINGS).run_dir
-    wait_until(run_dir, has_done(4), 100)
-    kill(run_dir, "rollout", "engine", NODE)
-    kill(run_dir, "actor")
-    wait_until(run_dir, lambda _: events_of(run_dir, "actor", "resume"), 100)
-    after = wait_until_over(run_dir, 200)
-    assert after["state"] == "COMPLETED"
-    assert len(events_of(run_dir, "rollout", "start")) == 2
-    count = after["progress"]["trajectories"]
-    assert count["committed"] == count["trained"] == 2 * STEPS * PROMPTS * SIBLINGS
-    assert count["trained_twice"] == 0 and set(count["dropped"].values()) == {0}
-    assert_every_prompt_once(run_dir, STEPS, PROMPTS)
-    shards = events_of(run_dir, "rollout", "shard")
+    small = e2e.sized(tmp_path, STEPS, PROMPTS, SIBLINGS, 16)
+    run_dir = e2e.submit("demo", tiny, local=True, **small | SETTINGS).run_dir
+    e2e.wait_until(run_dir, e2e.has_done(4), 100)
+    e2e.kill(run_dir, "rollout", "engine", e2e.NODE)
+    e2e.kill(run_dir, "actor")
+    e2e.wait_until(run_dir, lambda _: e2e.events_of(run_dir, "actor", "resume"), 100)
+    after = e2e.wait_until_over(run_dir, 200)
+    e2e.assert_whole(run_dir, after, STEPS, PROMPTS, 2 * SIBLINGS)
+    assert len(e2e.events_of(run_dir, "rollout", "start")) == 2
+    shards = e2e.events_of(run_dir, "rollout", "shard")
     assert all(0 <= shard["rollout/agree"] <= 1 for shard in shards)
     told = [shard["num_trajectories"] for shard in shards]
-    untold = count["committed"] - sum(told)
+    untold = 2 * STEPS * PROMPTS * SIBLINGS - sum(told)
     assert 0 <= untold <= max(told), "a kill may come between a commit and the event of it"
     assert_rows_are_whole_episodes(run_dir)
 
@@ -55,7 +41,7 @@ def test_episodes_of_two_sequences_are_trained_on_once_whoever_is_killed(tiny, t
 def assert_rows_are_whole_episodes(run_dir):
     paths = RunPaths(run_dir).bus
     reader = Reader(paths)
-    steps = {event["step"]: event for event in events_of(run_dir, "actor", "step")}
+    steps = {event["step"]: event for event in e2e.events_of(run_dir, "actor", "step")}
     for record in read_chain(paths).steps:
         assert record.num_trajectories == 2 * SIBLINGS * PROMPTS and record.last
         rows = reader.rows(record, range(record.num_trajectories))

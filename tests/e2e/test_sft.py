@@ -17,18 +17,11 @@ def submit(tiny, run_root, name):
     train = run_root / "train.jsonl"
     train.write_text("".join((tiny / "train.jsonl").open().readlines()[:DOCUMENTS]))
     settings = {
-        "name": name,
-        "run_root": run_root,
-        "model.path": tiny / "untrained",
-        "sft.train": train,
-        "sft.heldout": tiny / "heldout.jsonl",
-        "sft.heldout_every": 10,
-        "sft.num_steps": STEPS,
-        "sft.batch_size": BATCH,
-        "actor.layout.tensor_parallel": 1,
-        "actor.save_every": 3,
+        "name": name, "run_root": run_root, "model.path": tiny / "untrained", "sft.train": train,
+        "sft.heldout": tiny / "heldout.jsonl", "sft.heldout_every": 10, "sft.num_steps": STEPS,
+        "sft.batch_size": BATCH, "actor.layout.tensor_parallel": 1, "actor.save_every": 3,
         "actor.optimizer.warmup_steps": 4,
-    }
+    }  # fmt: skip
     overrides = [f"--set={key}={value}" for key, value in settings.items()]
     cli("submit", REPOSITORY / "jobs" / "tiny" / "sft_arithmetic.toml", "--local", *overrides)
     return run_root / name

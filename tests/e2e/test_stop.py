@@ -3,21 +3,8 @@
 import signal
 import subprocess
 
+import e2e_runs as e2e
 import pytest
-from e2e_runs import (
-    assert_every_prompt_once,
-    cli,
-    events_of,
-    has_done,
-    hurry,
-    sized,
-    status,
-    submit,
-    unhurried,
-    wait_for,
-    wait_until,
-    wait_until_over,
-)
 
 from relax_hpc.launch import record
 from relax_hpc.runs import verdict
@@ -25,20 +12,18 @@ from relax_hpc.runs import verdict
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("slurm_cluster")]
 
 STEPS, PROMPTS, SIBLINGS = 16, 8, 4
-STEP_S = 110
-"""Seconds of a step that, with Slurm's 90, do not fit into what its first one leaves of a limit."""
 MOST_IN_FLIGHT = 2 * PROMPTS * SIBLINGS
 """Responses that may be under way, by a staleness of 1."""
 
 
 def submit_slow(tiny, folder, seconds=0.3, **settings):
     """A run whose own checkpoints are far apart: what is redone would be many steps."""
-    small = sized(folder, STEPS, PROMPTS, SIBLINGS, 8) | {
-        "launch.profile": "local", "reward.name": unhurried(folder, seconds),
+    small = e2e.sized(folder, STEPS, PROMPTS, SIBLINGS, 8) | {
+        "launch.profile": "local", "reward.name": e2e.unhurried(folder, seconds),
         "rollout.advanced.groups_per_shard": 2, "actor.save_every": 1000,
     }  # fmt: skip
-    hurry(folder)  # `submit` tries the reward
-    run_dir = submit("demo", tiny, local=False, **small | settings).run_dir
+    e2e.hurry(folder)  # `submit` tries the reward
+    run_dir = e2e.submit("demo", tiny, local=False, **small | settings).run_dir
     (folder / "slowly").touch()
     return run_dir
 
@@ -50,92 +35,71 @@ def announce(run_dir, number=signal.SIGUSR2):
 
 
 def is_requeued(run_dir, times):
-    return lambda: len({e["attempt"] for e in events_of(run_dir, "actor", "start")}) > times
+    return lambda: len({e["attempt"] for e in e2e.events_of(run_dir, "actor", "start")}) > times
 
 
 def test_no_step_is_trained_again_after_an_end_that_was_announced_even_twice(tiny, tmp_path):
     run_dir = submit_slow(tiny, tmp_path)
-    wait_until(run_dir, has_done(3), 150)
+    e2e.wait_until(run_dir, e2e.has_done(3), 150)
     announce(run_dir)
     announce(run_dir, signal.SIGUSR1)  # a second one, of another kind
-    wait_for(is_requeued(run_dir, 1), 120)
+    e2e.wait_for(is_requeued(run_dir, 1), 120)
     said = verdict.read(run_dir).words
-    [saved] = events_of(run_dir, "actor", "checkpoint")
+    [saved] = e2e.events_of(run_dir, "actor", "checkpoint")
     assert f"with step {saved['step']} saved: requeued, for the time number 1" in said
     announce(run_dir)  # while it starts
-    wait_for(is_requeued(run_dir, 2), 120)
-    hurry(tmp_path)
-    wait_until_over(run_dir, 250)
-    first, *_ = [event["step"] for event in events_of(run_dir, "actor", "resume")]
+    e2e.wait_for(is_requeued(run_dir, 2), 120)
+    e2e.hurry(tmp_path)
+    e2e.wait_until_over(run_dir, 250)
+    first, *_ = [event["step"] for event in e2e.events_of(run_dir, "actor", "resume")]
     assert first == saved["step"]
-    steps = [event["step"] for event in events_of(run_dir, "actor", "step")]
+    steps = [event["step"] for event in e2e.events_of(run_dir, "actor", "step")]
     assert steps == [*range(1, STEPS + 1)]
-    assert_every_prompt_once(run_dir, STEPS, PROMPTS)
-    assert cli("status", run_dir, "--json").count('"trained_twice": 0') == 1
-    kept = sum(event["num_tokens"] for event in events_of(run_dir, "rollout", "unfinished"))
-    redone = status(run_dir)["progress"]["redone"]
+    e2e.assert_every_prompt_once(run_dir, STEPS, PROMPTS)
+    assert e2e.cli("status", run_dir, "--json").count('"trained_twice": 0') == 1
+    kept = sum(event["num_tokens"] for event in e2e.events_of(run_dir, "rollout", "unfinished"))
+    redone = e2e.status(run_dir)["progress"]["redone"]
     # None where all that was allowed for had been answered when the end was announced.
     assert redone.pop("tokens_continued") >= kept
     # The last one of each response under way at an end, of which there were two. These have
     # eight tokens at most; of responses of a hundred it is 1 % of what was under way.
     assert redone.pop("tokens_lost") <= 2 * MOST_IN_FLIGHT
     assert set(redone.values()) == {0}
-    ends = status(run_dir)["progress"]["announced_ends"]
+    ends = e2e.status(run_dir)["progress"]["announced_ends"]
     assert len(ends) == 2 and all(0 < end["drained_s"] <= 60 for end in ends)
 
 
 def test_a_critic_learns_no_step_again_either(tiny, tmp_path):
-    small = sized(tmp_path, STEPS, PROMPTS, SIBLINGS, 8) | {
-        "launch.profile": "local", "reward.name": unhurried(tmp_path),
+    small = e2e.sized(tmp_path, STEPS, PROMPTS, SIBLINGS, 8) | {
+        "launch.profile": "local", "reward.name": e2e.unhurried(tmp_path),
         "rollout.advanced.groups_per_shard": 2, "engines.rollout.count": 1,
         "engines.rollout.resources.nodes": 1, "actor.save_every": 1000,
     }  # fmt: skip
-    run_dir = submit("tiny/arithmetic_ppo", tiny, local=False, **small).run_dir
-    wait_until(run_dir, has_done(3), 200)
+    run_dir = e2e.submit("tiny/arithmetic_ppo", tiny, local=False, **small).run_dir
+    e2e.wait_until(run_dir, e2e.has_done(3), 200)
     announce(run_dir)
-    wait_for(is_requeued(run_dir, 1), 150)
-    hurry(tmp_path)
-    wait_until_over(run_dir, 300)
+    e2e.wait_for(is_requeued(run_dir, 1), 150)
+    e2e.hurry(tmp_path)
+    e2e.wait_until_over(run_dir, 300)
     for role, event in (("actor", "step"), ("critic", "critic_step")):
-        saved, *_ = events_of(run_dir, role, "checkpoint")
-        resumed = events_of(run_dir, role, "critic_resume" if role == "critic" else "resume")
+        saved, *_ = e2e.events_of(run_dir, role, "checkpoint")
+        resumed = e2e.events_of(run_dir, role, "critic_resume" if role == "critic" else "resume")
         assert [each["step"] for each in resumed] == [saved["step"]]
-        steps = [each["step"] for each in events_of(run_dir, role, event)]
+        steps = [each["step"] for each in e2e.events_of(run_dir, role, event)]
         assert steps == [*range(1, STEPS + 1)], role
-    assert_every_prompt_once(run_dir, STEPS, PROMPTS)
+    e2e.assert_every_prompt_once(run_dir, STEPS, PROMPTS)
 
 
 def test_a_run_that_may_not_be_requeued_goes_on_and_says_to_resume(tiny, tmp_path):
     refuse = {"engines.rollout.resources.sbatch": '["--no-requeue"]'}
     run_dir = submit_slow(tiny, tmp_path, **refuse)
-    wait_until(run_dir, has_done(2), 150)
+    e2e.wait_until(run_dir, e2e.has_done(2), 150)
     announce(run_dir)
-    wait_for(lambda: (found := verdict.read(run_dir)) and found.what == "refused", 60)
+    e2e.wait_for(lambda: (found := verdict.read(run_dir)) and found.what == "refused", 60)
     assert verdict.read(run_dir).words.endswith("resume it")
-    [saved] = events_of(run_dir, "actor", "checkpoint")
-    hurry(tmp_path)
-    wait_until(run_dir, has_done(saved["step"] + 2), 100)
-    wait_until_over(run_dir, 200)
-    assert events_of(run_dir, "actor", "resume") == []
-    assert_every_prompt_once(run_dir, STEPS, PROMPTS)
-
-
-@pytest.mark.soak
-def test_a_trainer_ends_its_job_before_a_step_that_the_time_limit_would_cut_off(tiny, tmp_path):
-    """Slurm would say so when 2 minutes are left at the soonest; a step and its end need more."""
-    slow = {"resources.time": 5, "reward.deadline_s": 2 * STEP_S}
-    run_dir = submit_slow(tiny, tmp_path, STEP_S, **slow)
-    wait_for(is_requeued(run_dir, 1), 300)
-    hurry(tmp_path)
-    log = cli("logs", run_dir, "--component", "actor", "--all")
-    assert log.count("ending before it") == 1
-    [saved] = events_of(run_dir, "actor", "checkpoint")
-    wait_until_over(run_dir, 250)
-    steps = [event["step"] for event in events_of(run_dir, "actor", "step")]
-    assert steps == [*range(1, STEPS + 1)]
-    [first, *_] = events_of(run_dir, "actor", "resume")
-    assert first["step"] == saved["step"]
-    now = status(run_dir)["progress"]
-    [end] = now["announced_ends"]
-    print(end, cli("status", run_dir))
-    assert now["redone"]["steps"] == 0 and end["wasted_s"] < 0.02 * 600
+    [saved] = e2e.events_of(run_dir, "actor", "checkpoint")
+    e2e.hurry(tmp_path)
+    e2e.wait_until(run_dir, e2e.has_done(saved["step"] + 2), 100)
+    e2e.wait_until_over(run_dir, 200)
+    assert e2e.events_of(run_dir, "actor", "resume") == []
+    e2e.assert_every_prompt_once(run_dir, STEPS, PROMPTS)

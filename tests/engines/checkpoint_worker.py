@@ -3,13 +3,12 @@
 import hashlib
 import io
 import os
-import resource
 import signal
 from pathlib import Path
 
 import torch
 from megatron.core import dist_checkpointing, tensor_parallel
-from worker import _state, mains, moments, train
+from worker import _state, mains, moments
 
 from relax_hpc.bus.plan import PlanPosition
 from relax_hpc.errors import RelaxError
@@ -64,36 +63,9 @@ def refusal(folder):
     return None
 
 
-def save_beside_training(folder, rows, advantages):
-    """The state at the call is saved by the end of a step that follows; its digest."""
-    trainer = _state["trainer"]
-    before = digest()
-    folder.mkdir(parents=True, exist_ok=True)
-    part = trainer.checkpoint_part(copy=True)
-    train(rows, advantages)
-    assert digest() != before
-    part.write(folder)
-    torch.distributed.barrier()
-    if torch.distributed.get_rank() == 0:
-        part.write_names(folder, timeout_s=10)
-    torch.distributed.barrier()
-    return before
-
-
 def read_by_megatron(folder):
     tensors = dist_checkpointing.load_plain_tensors(str(folder))
     return {n: t.float().numpy() for n, t in tensors.items() if torch.is_tensor(t)}
-
-
-def save_where_files_must_be_small(root, num_bytes):
-    """Why the save failed; what is written beyond that fails, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        (saved,) = _checkpoints(root).save(_state["trainer"], PlanPosition(1, 1, 1))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    return saved.failure
 
 
 def _checkpoints(root):

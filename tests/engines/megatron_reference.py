@@ -68,12 +68,7 @@ def reference(folder, model, num_steps=2, num_rows=12):
 
 
 def updated(model, rows, advantages, logprobs_of, layout, num_steps, **known):
-    """Logprobs, gradients and weights of updates by torch's AdamW; `model` stays.
-
-    Args:
-        logprobs_of: of a row.
-        layout: makes of tensors by the model's names what is written.
-    """
+    """Logprobs, gradients and weights of updates by torch's AdamW; `model` stays."""
     logprobs, gradients, steps = [], [], []
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     decayed = [p for p in model.parameters() if p.ndim > 1]

@@ -1,12 +1,10 @@
 """Parts of one's own, as somebody would add them: a file, and names in the job.
 
-    advantage of tokens: A_t = sum_(i >= t) gamma^(i - t) reward_i, trained tokens of a sequence
-    loss: -sum_t A_t r_t,  r_t = exp(logprobs_t - old_logprobs_t); or -sum_t surprise_t A_t r_t
-
-with a column of a new role, surprise; the mean is over trained tokens.
+advantage of tokens: A_t = sum_(i >= t) gamma^(i - t) reward_i, trained tokens of a sequence
+loss: -sum_t A_t r_t,  r_t = exp(logprobs_t - old_logprobs_t); the mean is over trained tokens
 """
 
-from relax_hpc.algorithms.part import Advantage, Loss, Needs, TokenLoss
+from relax_hpc.algorithms.part import Advantage, Loss, TokenLoss
 
 GAMMA = 0.5
 
@@ -25,11 +23,6 @@ class Discounted(Advantage):
         return torch.where(later, worth, 0.0).sum(1)
 
 
-class Reward(Advantage):
-    def of_groups(self, rows):
-        return rows.rewards
-
-
 class Ratio(Loss):
     @property
     def has_trust_region(self):
@@ -41,24 +34,9 @@ class Ratio(Loss):
         return TokenLoss(-ratio * columns["advantages"].where(mask, 0.0))
 
 
-class Surprise(Ratio):
-    def needs(self):
-        return super().needs() | Needs(
-            {"ragged/surprise": f"algorithm.loss.name = {self.name!r}"}, every_row=True
-        )
-
-    def of_tokens(self, logprobs, tokens):
-        worth = tokens.columns["surprise"] * tokens.columns["advantages"]
-        return super().of_tokens(logprobs, tokens.with_columns(advantages=worth))
-
-
-def algorithm(advantage, loss):
-    """The keys of a job that has both."""
-    return {
-        "advantage": {"name": f"{__file__}:{advantage}"},
-        "loss": {"name": f"{__file__}:{loss}", "anchor": "old"},
-        "correction": {"name": "none"},
-    }
-
-
-DISCOUNTED, SURPRISE = algorithm("Discounted", "Ratio"), algorithm("Reward", "Surprise")
+DISCOUNTED = {
+    "advantage": {"name": f"{__file__}:Discounted"},
+    "loss": {"name": f"{__file__}:Ratio", "anchor": "old"},
+    "correction": {"name": "none"},
+}
+"""The keys of a job that has both."""

@@ -85,10 +85,7 @@ def _part_of(name):
 
 def assert_exported(ranks, reference, source, grids, tmp_path, model_class):
     """Weights go out as they came in, bitwise; after a step, transformers computes of the export
-    what the trainer does.
-
-    Args:
-        source: the folder of the weights, in the hub's layout.
+    what the trainer does. `source`: the folder of the weights, in the hub's layout.
     """
     given = load_file(source / SINGLE)
     for grid in grids:
@@ -114,11 +111,7 @@ def assert_exported(ranks, reference, source, grids, tmp_path, model_class):
 
 
 def assert_frozen(ranks, reference, grid, parts, part_of):
-    """What is frozen does not move by a bit, what learns has the gradient it had.
-
-    Args:
-        part_of: the part that the tensor of a name is in.
-    """
+    """What is frozen does not move by a bit, what learns has the gradient it had."""
     pool = open_grid(ranks, reference, grid, frozen=parts)
     before, held = pool.weights()[0], pool.held()
     metrics = pool.train(**reference.batch)

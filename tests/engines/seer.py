@@ -21,7 +21,6 @@ from relax_hpc.data.media.workers import Decoders, MediaWorkers
 from relax_hpc.inference.generation import Draft, GenerationClient, Sampling
 
 TOLERANCE = 2e-6  # nats, float32; another image of the same size is above 1e-2
-IN_PIECES = 4e-6  # of a prompt read in pieces, whose sums are made in another order: once 2.3e-6
 TOGETHER = 1e-5  # of requests that run together: sums are made in an order that the batch decides
 PAD = "<|vision_start|>{}<|vision_end|>"
 IMAGE, VIDEO = PAD.format("<|image_pad|>"), PAD.format("<|video_pad|>")

@@ -1,7 +1,5 @@
 """The functions that `houses` runs on ranks of a pool: a trainer that publishes checkpoints."""
 
-import resource
-import signal
 import threading
 import time
 from functools import partial
@@ -127,15 +125,6 @@ def hold(place, reached, released, url=None):
         return plain(client, *args)
 
     setattr(owner, name, send if place == "in" else call)
-
-
-def limit_files(num_bytes):
-    """The last rank cannot write files that are larger; None lifts that."""
-    if dist.get_rank() == dist.get_world_size() - 1:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        limit = resource.RLIM_INFINITY if num_bytes is None else num_bytes
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
 
 
 def close():

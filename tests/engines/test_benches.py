@@ -1,17 +1,10 @@
 """Benches: work that is the same in all ways, figures by hand, and real engines and ranks."""
 
-import json
-
-import media_engine
 import media_towers
 import pytest
-from sglang_under_test import SGLANG_PYTHON
-from typer.testing import CliRunner
 
 from relax_hpc.cli.bench import generate
 from relax_hpc.cli.bench.generate import Trial, TrialLoad
-from relax_hpc.cli.bench.sync import tokens_per_s
-from relax_hpc.cli.main import app
 from relax_hpc.trainer.megatron.costs import training_flops
 from relax_hpc.trainer.models.architecture import Architecture
 
@@ -23,24 +16,6 @@ def test_operations_are_those_counted_by_hand():
     # Scores and values: 2 products of 2 x 3 x length^2 operations a head, half of them seen.
     attention = 3 * 2 * 2 * (2 * 3) * (2**2 + 4**2) / 2
     assert training_flops(shape, [2, 4]) == 6 * weights * 6 + attention
-
-
-@pytest.mark.long
-def test_two_ranks_are_measured_and_written_down(tmp_path):
-    file = tmp_path / "figures.json"
-    asked = "bench train --shape tiny --tokens 96 --documents mix --dp 2 --steps 1 --json"
-    result = CliRunner().invoke(app, [*asked.split(), str(file)])
-    assert result.exit_code == 0, result.output
-    (row,) = json.loads(file.read_text())["rows"]
-    assert (row["grid"], row["tokens"], row["documents"]) == ("dp2 tp1", 96, "mix")
-    assert row["tokens_per_s"] == pytest.approx(2 * row["tokens_per_s_per_gpu"])
-
-
-def test_tokens_per_second_are_those_between_two_points_of_time():
-    seen = [(0.0, 0), (1.0, 50), (2.0, 70), (4.0, 130)]
-    assert tokens_per_s(seen, 1.0, 4.0) == pytest.approx(80 / 3)
-    assert tokens_per_s(seen, 0.5, 1.5) == pytest.approx(20.0)  # what was seen from then on
-    assert tokens_per_s(seen, 3.0, 5.0) == 0.0  # not so far
 
 
 def test_the_ratio_is_the_median_of_those_within_a_round():
@@ -63,6 +38,7 @@ def test_all_ways_get_all_tokens_of_a_real_engine(checkpoints):
     assert all(trial.tokens_per_s > 0 for trial in trials)
 
 
+@pytest.mark.long
 def test_a_tower_computes_what_hugging_faces_does():
     work = media_towers.Work(
         large=((2, (64, 96)),),
@@ -79,13 +55,3 @@ def test_a_tower_computes_what_hugging_faces_does():
     names = (f"3 x 64 x 64, features, then gradients{of}" for of in (", TP2", ""))
     shared, alone = (found[name] for name in names)
     assert (shared.baseline, shared.ratio) == (alone.value, shared.value / alone.value)
-
-
-@pytest.mark.sglang
-@pytest.mark.skipif(not SGLANG_PYTHON, reason="needs SGLang")
-def test_both_ways_get_their_tokens_of_a_real_engine():
-    work = media_engine.Work(images=2, siblings=2, side=64, repeats=1, workers=1)
-    both, encoded, ours, png = media_engine.measure("tiny", work, python=SGLANG_PYTHON)
-    assert encoded.value == 1, "the sibling waited, and found the image in the engine's cache"
-    assert both.ratio == pytest.approx(both.value / both.baseline)
-    assert both.value == pytest.approx(4 / ours.value) and png.value > 0

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from megatron_reference import dense
-from trainers import collect, equal, job, opened, size_of, trajectories
+from trainers import collect, job, size_of, trajectories
 
 from relax_hpc.schema import FinishReason, Trajectory
 
@@ -78,25 +78,3 @@ def test_values_of_a_chain_are_learned_to_a_thousandth(ranks, tmp_path):
     np.testing.assert_allclose(values[1][1:], [start, start, 0.5], atol=1e-3)
     np.testing.assert_allclose(values[2][1:], [start, start], atol=1e-3)
     assert metrics["value/mean"] == pytest.approx(metrics["value/return"], abs=1e-3)
-
-
-def test_a_critic_goes_on_from_its_checkpoint_and_begins_with_a_policys_weights(
-    ranks, folders, tmp_path
-):
-    folder, rows = folders[False], rewarded(6)
-    opened(ranks, folder).save(folder=tmp_path / "policy")
-    pool = open_critic(ranks, folder)
-    first = pool.learn(rows=rows)[0]
-    assert not any(name.startswith("output_layer") for name in pool.parameters()[0])
-    pool.save(folder=tmp_path / "critic")
-    second = pool.learn(rows=rows)[0]
-    after = collect(pool.logprobs(rows=rows))
-    pool = open_critic(ranks, folder)
-    assert pool.load(folder=tmp_path / "critic") == [1]
-    assert pool.learn(rows=rows)[0] == second
-    assert equal(collect(pool.logprobs(rows=rows)), after)
-    config = job(folder)
-    pool.open_critic(config=config, weights=tmp_path / "policy")
-    assert pool.learn(rows=rows)[0]["grad_norm"] == first["grad_norm"]
-    pool.open_critic(config=config, weights=tmp_path / "critic")
-    assert any(value.any() for value in collect(pool.logprobs(rows=rows)))

@@ -7,19 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from types import SimpleNamespace
 
+import engine_fixtures as fixtures
 import httpx
 import pytest
 import torch
-from engine_fixtures import (
-    generate,
-    generating,
-    named_weights,
-    prompt_of,
-    reference_logprobs,
-    send,
-    served_running,
-    weight_group,
-)
 
 from relax_hpc.errors import EngineError
 from relax_hpc.inference import members
@@ -34,50 +25,36 @@ TOLERANCE = 5e-5  # nats, float32: 1.0014e-5 was seen; under another policy it i
 
 
 def assert_sampled_by(engine, policy, prompt, generation, **how):
-    reference = reference_logprobs(engine.checkpoints[policy], prompt, generation.token_ids, **how)
+    reference = fixtures.reference_logprobs(
+        engine.checkpoints[policy], prompt, generation.token_ids, **how
+    )
     assert torch.tensor(generation.logprobs).sub(reference).abs().max() <= TOLERANCE
 
 
 def test_logprobs_of_what_was_sampled_from_equal_hugging_faces(engine):
     for length, how in ((1, 1.0), (2, 1.0), (7, 0.5), (33, 1.0)):
-        prompt, how = prompt_of(length), {"temperature": how}
-        for generation in generate(engine, prompt, [1, 2, 3], max_new_tokens=12, **how):
+        prompt, how = fixtures.prompt_of(length), {"temperature": how}
+        for generation in fixtures.generate(engine, prompt, [1, 2, 3], max_new_tokens=12, **how):
             assert_sampled_by(engine, 0, prompt, generation, **how)
             assert generation.version_runs == [(0, 0)]
 
 
-def test_top_k_and_top_p_leave_tokens_out_and_logprobs_are_of_all_of_them(engine):
-    prompt = prompt_of(9)
-    [greedy] = generate(engine, prompt, [1], temperature=0.0, max_new_tokens=24)
-    for one in ({"top_k": 1}, {"top_p": 1e-6}):
-        [generation] = generate(engine, prompt, [5], max_new_tokens=24, **one)
-        assert generation.token_ids == greedy.token_ids
-        assert_sampled_by(engine, 0, prompt, generation)
-    first = {}
-    for limits in ({}, {"top_k": 3}, {"top_p": 0.5}):
-        found = generate(engine, prompt, list(range(60)), max_new_tokens=1, **limits)
-        first[next(iter(limits), "")] = {each.token_ids[0] for each in found}
-    assert len(first["top_k"]) == 3 and 2 <= len(first["top_p"]) <= len(first[""]) // 2
-    with pytest.raises(EngineError, match="top_p"):
-        generate(engine, prompt, [1], top_p=1.5)
-
-
 def test_a_response_is_over_where_its_tokens_say_so_and_its_request_is_cut_off(engine):
-    prompt, asked = prompt_of(9), []
-    [whole] = generate(engine, prompt, [1], max_new_tokens=200)
+    prompt, asked = fixtures.prompt_of(9), []
+    [whole] = fixtures.generate(engine, prompt, [1], max_new_tokens=200)
 
     def end(token_ids, seen):
         asked.append((len(token_ids), seen))
         return 70 if len(token_ids) >= 70 else None
 
-    [generation] = generate(engine, prompt, [1], max_new_tokens=1500, end=end)
+    [generation] = fixtures.generate(engine, prompt, [1], max_new_tokens=1500, end=end)
     assert generation.finish is FinishReason.STOP and len(generation.logprobs) == 70
     assert asked[-1][0] <= 70 + TOKENS_PER_CHUNK
     assert [seen for _, seen in asked] == [0, *(held for held, _ in asked[:-1])]
     if engine.kind == "embedded":  # SGLang heeds seeds in deterministic mode only
         assert generation.token_ids == whole.token_ids[:70]
     deadline = time.monotonic() + 20
-    while served_running(engine):
+    while fixtures.served_running(engine):
         assert time.monotonic() < deadline
 
 
@@ -89,9 +66,9 @@ def test_of_a_request_that_is_cancelled_all_that_was_sampled_comes(engine):
     async def cancel():
         url, token = engine.process.url, engine.process.token
         async with GenerationClient(url, token, tokens_per_chunk=4096) as client:
-            whole = client.sample(prompt_of(9), 0, sampling, draft=draft)
+            whole = client.sample(fixtures.prompt_of(9), 0, sampling, draft=draft)
             running = asyncio.create_task(whole)
-            while not served_running(engine):
+            while not fixtures.served_running(engine):
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.3)
             assert len(draft.token_ids) <= 1
@@ -102,20 +79,20 @@ def test_of_a_request_that_is_cancelled_all_that_was_sampled_comes(engine):
     asyncio.run(asyncio.wait_for(cancel(), 60))
     assert 1 < len(draft.token_ids) < 1500 and len(draft.logprobs) == len(draft.token_ids)
     assert draft.num_unsent == 0
-    [again] = generate(
-        engine, prompt_of(9), [0], temperature=0.0, max_new_tokens=len(draft.token_ids)
+    [again] = fixtures.generate(
+        engine, fixtures.prompt_of(9), [0], temperature=0.0, max_new_tokens=len(draft.token_ids)
     )
     assert again.token_ids[:16] == draft.token_ids[:16]
 
 
 def test_a_stop_token_ends_the_response_and_belongs_to_it(engine):
-    prompt = prompt_of(9)
-    [free] = generate(engine, prompt, [1], temperature=0.0, max_new_tokens=8)
+    prompt = fixtures.prompt_of(9)
+    [free] = fixtures.generate(engine, prompt, [1], temperature=0.0, max_new_tokens=8)
     assert free.finish is FinishReason.LENGTH
     assert len(free.token_ids) == 8
     stop = free.token_ids[3]
     expected = free.token_ids[: free.token_ids.index(stop) + 1]
-    [stopped] = generate(
+    [stopped] = fixtures.generate(
         engine, prompt, [1], temperature=0.0, max_new_tokens=8,
         stop_token_ids=(stop,), ignore_eos=False,
     )  # fmt: skip
@@ -125,8 +102,8 @@ def test_a_stop_token_ends_the_response_and_belongs_to_it(engine):
 
 
 def test_a_pause_freezes_requests_which_then_run_to_their_end(engine):
-    client, prompt = engine.client(), prompt_of(6)
-    with generating(engine, prompt, [1, 2, 3]) as running:
+    client, prompt = engine.client(), fixtures.prompt_of(6)
+    with fixtures.generating(engine, prompt, [1, 2, 3]) as running:
         client.pause()
         client.update_weights_from_disk(str(engine.checkpoints[1]), 1)
         time.sleep(0.5)  # an engine that were not frozen would sample tokens of policy 1 here
@@ -142,20 +119,20 @@ def test_a_pause_freezes_requests_which_then_run_to_their_end(engine):
         # Tokens before the switch are policy 0's, exactly, and the switch is where it says; where
         # it is told by chunks of the stream alone, it may seem to be late by one of them.
         late = 0 if _names_policies(engine.able) else TOKENS_PER_CHUNK
-        old = reference_logprobs(engine.checkpoints[0], prompt, generation.token_ids)
+        old = fixtures.reference_logprobs(engine.checkpoints[0], prompt, generation.token_ids)
         error = torch.tensor(generation.logprobs).sub(old).abs()
         assert (error[: max(switch - late, 0)] <= TOLERANCE * 10).all()
         assert error[switch : switch + 20].max() > 0.01
 
 
 def test_a_prompt_seen_before_an_update_is_answered_by_the_new_policy_alone(engine):
-    client, prompt = engine.client(), prompt_of(20)
-    generate(engine, prompt, [1, 2])
-    with generating(engine, prompt_of(6), [1]):  # so that no cache can be flushed
+    client, prompt = engine.client(), fixtures.prompt_of(20)
+    fixtures.generate(engine, prompt, [1, 2])
+    with fixtures.generating(engine, fixtures.prompt_of(6), [1]):  # so that no cache can be flushed
         client.pause()
         client.update_weights_from_disk(str(engine.checkpoints[1]), 1)
         client.resume()
-        [generation] = generate(engine, prompt, [1])
+        [generation] = fixtures.generate(engine, prompt, [1])
     assert generation.version_runs == [(0, 1)]
     assert_sampled_by(engine, 1, prompt, generation)
 
@@ -169,54 +146,39 @@ def test_weights_by_broadcast_and_from_disk_are_the_same_weights(engine):
     client.update_weights_from_disk(str(engine.checkpoints[0]), 0)
     assert client.checksum() == before != from_disk
 
-    weights = named_weights(target)
-    with weight_group(client, f"contract-{engine.kind}") as group:
+    weights = fixtures.named_weights(target)
+    with fixtures.weight_group(client, f"contract-{engine.kind}") as group:
         client.pause()
-        send(client, group, [weights[:5], weights[5:6], weights[6:]], 7)
+        fixtures.send(client, group, [weights[:5], weights[5:6], weights[6:]], 7)
         client.resume()
         assert client.version() == 7
         assert client.checksum() == from_disk
         if engine.kind == "embedded":
             assert from_disk == digest(weights)
-        [generation] = generate(engine, prompt_of(9), [1])
+        [generation] = fixtures.generate(engine, fixtures.prompt_of(9), [1])
         assert generation.version_runs == [(0, 7)]
-        assert_sampled_by(engine, 1, prompt_of(9), generation)
+        assert_sampled_by(engine, 1, fixtures.prompt_of(9), generation)
 
 
 def test_a_failed_update_is_an_error_and_the_next_one_works(engine):
     client, misshapen = engine.client(), [("model.norm.weight", torch.zeros(7))]
-    with weight_group(client, f"first-{engine.kind}") as group:
+    with fixtures.weight_group(client, f"first-{engine.kind}") as group:
         client.pause()
         with pytest.raises(EngineError, match="update_weights_from_distributed"):
-            send(client, group, [misshapen], 1)
+            fixtures.send(client, group, [misshapen], 1)
         client.resume()
     with pytest.raises(EngineError, match="update_weights_from_disk"):
         client.update_weights_from_disk("/nowhere/at/all", 1)
-    weights = named_weights(engine.checkpoints[1])
+    weights = fixtures.named_weights(engine.checkpoints[1])
     # Another client: the sender that failed is gone, and its session may still be open.
     fresh = engine.client()
-    with weight_group(fresh, f"second-{engine.kind}") as group:
+    with fixtures.weight_group(fresh, f"second-{engine.kind}") as group:
         fresh.pause()
-        send(fresh, group, [weights], 5)
+        fixtures.send(fresh, group, [weights], 5)
         fresh.resume()
     assert fresh.version() == 5
-    [generation] = generate(engine, prompt_of(9), [1])
-    assert_sampled_by(engine, 1, prompt_of(9), generation)
-
-
-def test_aborted_requests_return_what_they_have(engine):
-    # As many as the model has places for: a busy machine samples 1500 before the abort arrives.
-    with generating(engine, prompt_of(6), [1, 2], max_new_tokens=4000) as running:
-        engine.client().abort_all()
-    for generation in running.result():
-        assert generation.finish is FinishReason.ABORT
-        assert 0 < len(generation.token_ids) < 4000
-        assert_sampled_by(engine, 0, prompt_of(6), generation)
-
-
-def test_a_request_that_cannot_fit_is_an_error(engine):
-    with pytest.raises(EngineError, match="/generate"):
-        generate(engine, prompt_of(5000), [1])
+    [generation] = fixtures.generate(engine, fixtures.prompt_of(9), [1])
+    assert_sampled_by(engine, 1, fixtures.prompt_of(9), generation)
 
 
 def _names_policies(able):
@@ -269,7 +231,9 @@ def test_a_drain_ends_when_the_engine_is_idle_or_hands_back_what_it_has(
     members.announce(paths, Member("extra-1", "e", at.url, 1, served.kind, "DRAINING"))
     assert engine.num_requests() == 0
     with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(generate, served, prompt_of(8), [1], max_new_tokens=tokens)
+        asked = thread.submit(
+            fixtures.generate, served, fixtures.prompt_of(8), [1], max_new_tokens=tokens
+        )
         deadline = time.monotonic() + 30
         while not engine.num_requests():
             assert time.monotonic() < deadline and not asked.done()

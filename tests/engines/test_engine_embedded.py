@@ -8,18 +8,10 @@ import numpy as np
 import pytest
 import torch
 from engine_fixtures import prompt_of, reference_logprobs
-from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from relax_hpc.errors import EngineError
+from relax_hpc.inference.embedded import scheduler as embedded
 from relax_hpc.inference.embedded.model import Decoder, ModelShape
-from relax_hpc.inference.embedded.scheduler import (
-    SamplingLimits,
-    Scheduler,
-    SequenceRequest,
-    mask_kept,
-    sample,
-    uniforms,
-)
 from relax_hpc.runtime.comm.bucket import digest
 from relax_hpc.schema import FinishReason
 
@@ -32,7 +24,7 @@ def load(folder) -> Decoder:
 
 @contextmanager
 def scheduling(folder, max_running=8):
-    scheduler = Scheduler(load(folder), max_running=max_running, version="0")
+    scheduler = embedded.Scheduler(load(folder), max_running=max_running, version="0")
     thread = threading.Thread(target=scheduler.run)
     thread.start()
     try:
@@ -54,7 +46,9 @@ def submitted(scheduler, *given, **settings):
 
 
 def request(prompt, seed=0, max_new_tokens=20, stop_ids=(), rid="r", temperature=1.0):
-    return SequenceRequest(rid, prompt, seed, temperature, max_new_tokens, frozenset(stop_ids))
+    return embedded.SequenceRequest(
+        rid, prompt, seed, temperature, max_new_tokens, frozenset(stop_ids)
+    )
 
 
 def test_a_seed_draws_the_same_tokens_whatever_else_is_running(checkpoints):
@@ -132,27 +126,11 @@ def test_a_bucket_with_one_wrong_tensor_changes_nothing(checkpoints, name, shape
     assert digest(model.weights.items()) == before
 
 
-def test_aborting_by_name_ends_that_request_and_leaves_the_slots_right(checkpoints):
-    requests = [request(prompt_of(4 + i), i, 400, rid=f"r{i}") for i in range(4)]
-    with scheduling(checkpoints[0]) as scheduler:
-        scheduler.submit(requests)
-        while scheduler.load != (4, 0):
-            time.sleep(0.001)
-        assert scheduler.call(lambda: scheduler.abort("r1")).result(30) == 1
-        assert scheduler.call(lambda: scheduler.abort("r1")).result(30) == 0
-        done = [each.done.result(60) for each in requests]
-    assert [d.finish for d in done].count(FinishReason.ABORT) == 1
-    assert done[1].finish is FinishReason.ABORT
-    for each, d in zip(requests, done, strict=True):
-        reference = reference_logprobs(checkpoints[0], list(each.prompt), d.token_ids)
-        assert torch.tensor(d.logprobs).sub(reference).abs().max() <= 2e-5
-
-
 def test_sampling_inverts_the_cumulative_distribution():
     # p = 0, 1/2, 1/4, 1/4: cut at 0, 0.5 and 0.75; what has no probability is never drawn
     logits = torch.tensor([-torch.inf, 2.0, 1.0, 1.0]) * torch.log(torch.tensor(2.0))
     draws = torch.tensor([0.0, 0.49, 0.51, 0.74, 0.76, 1 - 2**-53], dtype=torch.float64)
-    tokens, logprobs = sample(logits.expand(6, 4), torch.ones(6), draws)
+    tokens, logprobs = embedded.sample(logits.expand(6, 4), torch.ones(6), draws)
     assert tokens.tolist() == [1, 1, 2, 2, 3, 3]
     half, quarter = np.log([0.5, 0.25])
     assert logprobs.tolist() == pytest.approx([half] * 2 + [quarter] * 4, abs=1e-6)
@@ -161,14 +139,14 @@ def test_sampling_inverts_the_cumulative_distribution():
 def test_temperature_scales_and_zero_is_greedy():
     logits = torch.log(torch.tensor([[0.2, 0.5, 0.3]])).expand(2, 3)
     draws = torch.tensor([0.999, 0.999], dtype=torch.float64)
-    tokens, logprobs = sample(logits, torch.tensor([0.0, 0.5]), draws)
+    tokens, logprobs = embedded.sample(logits, torch.tensor([0.0, 0.5]), draws)
     assert tokens.tolist() == [1, 2]
     # squares at temperature 1/2: 0.04, 0.25, 0.09 of 0.38
     assert logprobs.tolist() == pytest.approx(np.log([0.5, 0.09 / 0.38]), abs=1e-6)
 
 
 def limits(top_p=1.0, top_k=4, rows=1):
-    return SamplingLimits(
+    return embedded.SamplingLimits(
         torch.full((rows,), top_p, dtype=torch.float64), torch.full((rows,), top_k)
     )
 
@@ -190,20 +168,7 @@ PROBABILITIES = [0.125, 0.5, 0.125, 0.25]
 )
 def test_top_p_and_top_k_leave_the_likeliest_tokens(top_p, top_k, left):
     logits = torch.log(torch.tensor([PROBABILITIES]))
-    assert mask_kept(logits, limits(top_p, top_k))[0].nonzero()[:, 0].tolist() == left
-
-
-def test_limits_are_those_of_hugging_face_where_only_one_is_given():
-    generator = torch.Generator().manual_seed(3)
-    logits = 3 * torch.randn(50, 40, generator=generator)
-    nothing = torch.zeros(50, 1, dtype=torch.int64)
-    for top_p in (0.1, 0.5, 0.9, 0.99):
-        theirs = TopPLogitsWarper(top_p)(nothing, logits).isfinite()
-        ours = mask_kept(logits.log_softmax(-1), limits(top_p, 40, 50))
-        assert torch.equal(ours, theirs) and 50 <= int(ours.sum()) < 2000
-    for top_k in (1, 7, 40):
-        theirs = TopKLogitsWarper(top_k)(nothing, logits).isfinite()
-        assert torch.equal(mask_kept(logits.log_softmax(-1), limits(1.0, top_k, 50)), theirs)
+    assert embedded.mask_kept(logits, limits(top_p, top_k))[0].nonzero()[:, 0].tolist() == left
 
 
 def test_a_request_that_is_limited_changes_nothing_for_others_beside_it(checkpoints):
@@ -220,7 +185,7 @@ def test_a_request_that_is_limited_changes_nothing_for_others_beside_it(checkpoi
 
 def test_uniforms_are_uniform_over_seeds_and_positions_and_do_not_repeat():
     seeds, positions = np.meshgrid(np.arange(200), np.arange(200))
-    draws = uniforms(seeds.ravel(), positions.ravel())
+    draws = embedded.uniforms(seeds.ravel(), positions.ravel())
     assert len(np.unique(draws)) == 40_000
     assert draws.min() >= 0 and draws.max() < 1
     # 5 standard deviations of a mean and of a lag correlation of 40,000 numbers
@@ -228,7 +193,7 @@ def test_uniforms_are_uniform_over_seeds_and_positions_and_do_not_repeat():
     grid = draws.reshape(200, 200) - 0.5
     for other in (np.roll(grid, 1, 0), np.roll(grid, 1, 1), np.roll(grid, (1, 1), (0, 1))):
         assert abs((grid * other).mean()) < 5 / 12 / np.sqrt(40_000)
-    assert (uniforms(np.array([-1]), np.array([0])) < 1).all()
+    assert (embedded.uniforms(np.array([-1]), np.array([0])) < 1).all()
 
 
 def test_released_memory_comes_back_as_garbage_until_weights_are_loaded(checkpoints):

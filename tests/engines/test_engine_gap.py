@@ -7,7 +7,6 @@ import pytest
 import torch
 from megatron_reference import dense, hf_logprobs
 from trainers import job, num_tokens, opened, trajectories
-from transformers import AutoModelForCausalLM
 
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import MismatchError
@@ -70,28 +69,6 @@ def test_the_gap_is_that_of_the_tokens_of_this_policy_on_every_layout(ranks, mod
     assert metrics["logprob_gap/max"] == pytest.approx(40, abs=1e-3)
 
 
-def other_rope(model):
-    config = model.config
-    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e2}
-    made = type(model)(config).eval()
-    made.load_state_dict(model.state_dict())
-    return made
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_engines_with_another_model_stop_the_run_at_once(ranks, model, dtype):
-    theirs = other_rope(
-        AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32).eval()
-    )
-    rows, advantages = trajectories(12, longest=40)
-    pool = opened(ranks, model.folder, "dp2", dtype=dtype)
-    batch = {"rows": sampled_by(theirs, rows), "advantages": advantages}
-    said = pool.check(limit=None, **batch)
-    assert len(set(said)) == 1
-    assert said[0].startswith(f"engines (embedded, {dtype}) and trainer (Megatron-core, {dtype})")
-    assert "tokens that policy 0 sampled differ by" in said[0]
-
-
 def gap_of(mean):
     worst = SimpleNamespace(guid=12, sibling=3, token=17, engine=-0.25, trainer=-7.5)
     return SimpleNamespace(num_tokens=640, mean=mean, max=7.25, k3=2.0, worst=worst)
@@ -148,18 +125,3 @@ def test_after_a_resume_it_warns_and_its_limit_is_the_jobs(caplog):
     check, _, noted = check_of(gap_of(1.05), max_logprob_gap=1.1)
     check()
     assert noted[0][2] == 1.1
-
-
-@pytest.mark.parametrize(
-    ("dtype", "sections", "limit"),
-    [
-        ("float32", {}, 1e-3),
-        ("bfloat16", {}, 0.15),
-        ("bfloat16", {"engines": {"rollout": {"args": {"kv_cache_dtype": "fp8_e4m3"}}}}, 0.5),
-        ("bfloat16", {"weights": {"quantize": "fp8"}}, 0.5),
-        ("bfloat16", {"weights": {"advanced": {"max_logprob_gap": 0.02}}}, 0.02),
-    ],
-)
-def test_the_limit_goes_by_the_type_unless_it_is_given(dtype, sections, limit):
-    config = RunConfig.model_validate(job("m", dtype=dtype).model_dump() | sections)
-    assert config.max_logprob_gap == limit < 0.9  # what was seen of models that differ

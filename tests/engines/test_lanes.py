@@ -40,13 +40,6 @@ def test_every_version_reaches_every_rank_of_every_engine_bit_for_bit(house):
         assert logprobs_are_those_of(house, house.engines[0], house.checkpoints[2])
 
 
-def test_weights_of_a_trainer_that_follows_are_taken_although_the_first_one_vanished(house):
-    with trainer(house) as ranks:
-        assert publish(ranks, house, 1, check=True)["verified"]["equal"]
-    with trainer(house) as ranks:
-        assert publish(ranks, house, 2, check=True)["verified"]["equal"]
-
-
 def test_a_tensor_that_engines_do_not_know_is_named_and_no_rank_waits_for_it(house):
     for bend, named in (("shape", "model.embed_tokens.weight"), ("name", "model.nothing.weight")):
         house.announce()

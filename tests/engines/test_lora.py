@@ -12,14 +12,7 @@ from safetensors.torch import load_file
 from seen_rows import make as make_seeing
 from seen_rows import mixed_rows
 from tiny_models import make
-from trainers import (
-    assert_close,
-    collect,
-    contents,
-    equal,
-    opened,
-    trajectories,
-)
+from trainers import assert_close, collect, contents, equal, opened, trajectories
 from transformers import AutoModelForCausalLM
 
 from relax_hpc.config.model import LoraConfig, LoraTarget

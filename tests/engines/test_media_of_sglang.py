@@ -2,45 +2,23 @@
 
 import asyncio
 import json
-from pathlib import Path
 
 import pytest
+import seer as seeing
 import torch
 from engine_fixtures import started
-from seer import (
-    AUDIO,
-    HEARD,
-    IMAGE,
-    SEEN,
-    TOGETHER,
-    TOLERANCE,
-    Hearer,
-    Seer,
-    ask,
-    assert_update_is_seen,
-    film,
-    image,
-    make,
-    sound,
-    source,
-)
 from sglang_under_test import SGLANG_PYTHON
 
-from relax_hpc.bus import layout
-from relax_hpc.bus.producer import Producer
-from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.shards.encode import from_columns, to_columns
-from relax_hpc.bus.tools import inventory
 from relax_hpc.config import job_file
 from relax_hpc.data.media.expand import MediaSpan
-from relax_hpc.data.media.stored import DECODERS, StoredMedium, decoders
+from relax_hpc.data.media.stored import StoredMedium
 from relax_hpc.data.media.workers import Decoders, MediaWorkers
 from relax_hpc.environments.session import Outcome
 from relax_hpc.errors import EngineError
 from relax_hpc.inference.generation import GenerationClient, Sampling
 from relax_hpc.roles.rollout import prompt_check
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
-from relax_hpc.runtime.paths import BusPaths
 from relax_hpc.trainer.megatron.packing import position_ids
 
 pytestmark = [pytest.mark.sglang, pytest.mark.skipif(not SGLANG_PYTHON, reason="needs SGLang")]
@@ -51,7 +29,7 @@ CHUNK = 24  # tokens of a prompt that are read at once; the long sound has more
 @pytest.fixture(scope="module")
 def seer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("seer")
-    whole, made = make(folder), Seer(folder)
+    whole, made = seeing.make(folder), seeing.Seer(folder)
     made.whole = whole
     with started("sglang", folder, tmp_path_factory.mktemp("log") / "log") as made.process:
         yield made
@@ -61,7 +39,7 @@ def seer(tmp_path_factory):
 def hearer(tmp_path_factory):
     """On an engine that reads prompts in pieces, and puts off what runs beside another request."""
     folder = tmp_path_factory.mktemp("hearer")
-    whole, made = make(folder, kind="omni"), Hearer(folder)
+    whole, made = seeing.make(folder, kind="omni"), seeing.Hearer(folder)
     made.whole = whole
     log, args = tmp_path_factory.mktemp("log") / "log", {"chunked_prefill_size": CHUNK}
     with pytest.MonkeyPatch.context() as patch:
@@ -80,77 +58,61 @@ of_both = pytest.mark.parametrize("engine", ["seer", "hearer"], indirect=True)
 
 @pytest.mark.parametrize(
     ("engine", "case"),
-    [*(("seer", case) for case in SEEN), *(("hearer", case) for case in HEARD)],
+    [*(("seer", case) for case in seeing.SEEN), *(("hearer", case) for case in seeing.HEARD)],
     indirect=["engine"],
 )
 def test_logprobs_are_hugging_faces_of_the_same_arrays(engine, tmp_path, case):
-    text, media = (SEEN | HEARD)[case]
+    text, media = (seeing.SEEN | seeing.HEARD)[case]
     prompt = engine.prompt(text, *media(tmp_path))
-    [generation] = ask(engine, [prompt])
-    assert engine.gap(prompt, generation).max() <= TOLERANCE
+    [generation] = seeing.ask(engine, [prompt])
+    assert engine.gap(prompt, generation).max() <= seeing.TOLERANCE
 
 
 def test_placeholders_in_a_draft_are_text(seer, tmp_path):
-    prompt = seer.prompt(IMAGE + "what?", source(tmp_path, 1))
+    prompt = seer.prompt(seeing.IMAGE + "what?", seeing.source(tmp_path, 1))
     draft = [65, seer.image, seer.image, 66, seer.video, 67]
-    [generation] = ask(seer, [prompt], draft=draft, new=18)
+    [generation] = seeing.ask(seer, [prompt], draft=draft, new=18)
     assert generation.token_ids[:6] == draft and len(generation.logprobs) == 18
-    assert seer.gap(prompt, generation)[6:].max() <= TOLERANCE
+    assert seer.gap(prompt, generation)[6:].max() <= seeing.TOLERANCE
 
 
 @of_both
 def test_media_are_never_confused(engine, tmp_path):
     """Images of one size, after the same tokens; sounds of all lengths. Twice, from the cache."""
-    if isinstance(engine, Hearer):
+    if isinstance(engine, seeing.Hearer):
         seconds = [0.31, 0.8, 0.99, 1.0, 1.7, 2.0, 3.3, 0.31]
-        text, media = AUDIO, [sound(tmp_path, 100 + n, s) for n, s in enumerate(seconds)]
+        text, media = (
+            seeing.AUDIO,
+            [seeing.sound(tmp_path, 100 + n, s) for n, s in enumerate(seconds)],
+        )
     else:
-        text, media = IMAGE, [source(tmp_path, n) for n in range(100, 124)]
+        text, media = seeing.IMAGE, [seeing.source(tmp_path, n) for n in range(100, 124)]
     prompts = [engine.prompt(text + "what?", each) for each in media]
     for _ in range(2):
-        for prompt, made in zip(prompts, ask(engine, prompts, new=3), strict=True):
-            assert engine.gap(prompt, made).max() <= TOGETHER
+        for prompt, made in zip(prompts, seeing.ask(engine, prompts, new=3), strict=True):
+            assert engine.gap(prompt, made).max() <= seeing.TOGETHER
     of_last, of_first = (engine.logprobs(each, made.token_ids) for each in (prompt, prompts[0]))
     assert prompts[0][0] == prompt[0] and (of_first - of_last).abs().max() > 1e-3
-
-
-class Elsewhere(type(Path())):
-    """A file that has another path on the engine's node."""
-
-    def __str__(self):
-        return f"/nowhere/{self.name}"
-
-    def read_bytes(self):
-        return Path(*self.parts).read_bytes()
-
-
-def test_an_engine_elsewhere_is_sent_the_arrays(seer, tmp_path):
-    def moved(view):
-        return view._replace(media=tuple(m._replace(path=Elsewhere(m.path)) for m in view.media))
-
-    prompt = seer.prompt(IMAGE + "what?", source(tmp_path, 77))
-    [generation] = ask(seer, [prompt], before=moved)
-    assert seer.gap(prompt, generation).max() <= TOLERANCE
 
 
 def test_an_array_that_is_not_of_its_digest_is_refused(seer, tmp_path):
     def wrong(view):
         return view._replace(media=tuple(m._replace(digest=bytes(16)) for m in view.media))
 
-    prompt = seer.prompt(IMAGE + "what?", source(tmp_path, 78))
+    prompt = seer.prompt(seeing.IMAGE + "what?", seeing.source(tmp_path, 78))
     with pytest.raises(EngineError, match="holds an array of digest"):
-        ask(seer, [prompt], before=wrong)
+        seeing.ask(seer, [prompt], before=wrong)
 
 
 @of_both
 def test_an_update_of_the_tower_is_seen_at_once(engine, tmp_path):
-    kind = "omni" if isinstance(engine, Hearer) else "vl"
-    make(tmp_path / "other", kind=kind, seed=6, like=engine.whole)
+    kind = "omni" if isinstance(engine, seeing.Hearer) else "vl"
+    seeing.make(tmp_path / "other", kind=kind, seed=6, like=engine.whole)
     if kind == "vl":
-        prompt = engine.prompt(IMAGE + "what?", source(tmp_path, 79))
+        prompt = engine.prompt(seeing.IMAGE + "what?", seeing.source(tmp_path, 79))
     else:
-        prompt = engine.prompt(AUDIO + "what?", sound(tmp_path, 79))
-    assert_update_is_seen(engine, type(engine)(tmp_path / "other"), prompt)
+        prompt = engine.prompt(seeing.AUDIO + "what?", seeing.sound(tmp_path, 79))
+    seeing.assert_update_is_seen(engine, type(engine)(tmp_path / "other"), prompt)
 
 
 class Client:
@@ -202,7 +164,7 @@ class Shows:
 
     def __init__(self, folder):
         self._path = str(folder / "more.png")
-        image(301, 64, 64).save(self._path)
+        seeing.image(301, 64, 64).save(self._path)
 
     async def rollout(self, prompt, session):
         await session.chat(max_new_tokens=5)
@@ -214,7 +176,7 @@ class Shows:
 
 
 def test_an_image_that_an_environment_adds_is_seen_from_its_turn_on(seer, tmp_path):
-    image(300, 100, 150).save(tmp_path / "a.png")
+    seeing.image(300, 100, 150).save(tmp_path / "a.png")
     row = {"prompt": "<image> which?", "images": ["a.png"], "answer": "1"}
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
     [group] = groups(seer, tmp_path, Shows(tmp_path), 1)
@@ -230,7 +192,7 @@ def test_an_image_that_an_environment_adds_is_seen_from_its_turn_on(seer, tmp_pa
             shown = [span for span in spans if span.first < start]
             there = media[: len(shown)]
             reference = seer.logprobs_of(tokens[:start], there, shown, tokens[start:][:size])
-            assert (sampled - reference).abs().max() <= TOGETHER
+            assert (sampled - reference).abs().max() <= seeing.TOGETHER
             if len(shown) == 2:
                 swapped = [media[0], media[1]._replace(array=255 - media[1].array)]
                 other = seer.logprobs_of(tokens[:start], swapped, shown, tokens[start:][:size])
@@ -245,34 +207,8 @@ def assert_sampled_of(engine, row, media):
     ids, response = tokens[: row.prompt_len], tokens[row.prompt_len :]
     reference = engine.logprobs_of(ids, media, spans, response)
     sampled = torch.from_numpy(row.columns["rollout_logprobs"][row.prompt_len :])
-    assert len(response) == 9 and (sampled - reference).abs().max() <= TOGETHER
+    assert len(response) == 9 and (sampled - reference).abs().max() <= seeing.TOGETHER
     return ids, spans
-
-
-def test_from_a_row_of_data_to_the_bus_and_back_it_is_one_set_of_pixels(seer, tmp_path):
-    rows = []
-    for number in range(2):
-        names = [f"{number}-{place}.png" for place in range(1 + number)]
-        for place, name in enumerate(names):
-            image(200 + 10 * number + place, 100, 150).save(tmp_path / name)
-        prompt = f"{'<image>' * len(names)} which?"
-        rows.append({"prompt": prompt, "images": names, "answer": "1"})
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = groups(seer, tmp_path, Half(), 2)
-    paths = BusPaths(tmp_path / "bus")
-    layout.create(paths, ["rollout-0"], {"run": "test"})
-    with Producer(paths, "rollout-0", {DECODERS: decoders()}) as producer:
-        producer.put(made)
-    reader, seen = Reader(paths), set()
-    for guid in range(2):
-        record = inventory.of_guid(paths, guid)
-        for number, row in enumerate(reader.rows(record, range(3))):
-            wanted = [(number, place) for place in range(len(row.media))]
-            media = [each.canonical(seer.recipe) for each in reader.media(record, wanted)]
-            assert len(media) == rows[row.prompt_index]["prompt"].count("<image>")
-            assert_sampled_of(seer, row, media)
-            seen.add(media[0].digest)
-    assert len(seen) == 2
 
 
 def heard(medium):
@@ -283,7 +219,9 @@ def heard(medium):
 
 def test_a_video_of_the_data_is_heard_by_engine_and_trainer_alike(hearer, tmp_path):
     """What was sampled has Hugging Face's logprobs of what the bus has; so have positions."""
-    names = [film(tmp_path, n, heard_s=seconds).path.name for n, seconds in ((30, 2.0), (31, 0.9))]
+    names = [
+        seeing.film(tmp_path, n, heard_s=seconds).path.name for n, seconds in ((30, 2.0), (31, 0.9))
+    ]
     rows = [
         {"prompt": "<video> or <video>?", "videos": names, "answer": "1"},
         {"prompt": "what is <video>?", "videos": names[1:], "answer": "1"},

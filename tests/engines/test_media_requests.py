@@ -17,7 +17,6 @@ from relax_hpc.data.media.expand import MediaSpan
 from relax_hpc.data.media.extent import Extent
 from relax_hpc.data.media.spool import MediaView, Spooled
 from relax_hpc.errors import EngineError
-from relax_hpc.inference import capabilities
 from relax_hpc.inference.generation import GenerationClient, Sampling
 from relax_hpc.inference.sglang import receive
 
@@ -86,19 +85,6 @@ def test_the_embedded_engine_refuses_media_by_name(checkpoints, view, tmp_path):
     engine = started("embedded", checkpoints[0], tmp_path / "engine.log")
     with engine as process, pytest.raises(EngineError, match=said):
         sampled(process, [5, 6, 7], [1], view=view)
-
-
-def test_an_engine_that_cannot_be_shown_an_image_is_named_at_its_start(tmp_path):
-    def ask(method, path, body):
-        assert spool.view_of(body["image_data"][0]).view.media[0].path.exists()
-        raise EngineError("cannot load relax-media:{...}")
-
-    record = {"model_type": "qwen3_vl", "image_token_id": 9}
-    (tmp_path / "config.json").write_text(json.dumps(record))
-    (tmp_path / "preprocessor_config.json").write_text("{}")
-    refusing = SimpleNamespace(url="http://e", ask=ask)
-    with pytest.raises(EngineError, match=r"SGLang 0\.9\.9 does not take images .*: cannot load"):
-        capabilities._show(refusing, tmp_path, "0.9.9")
 
 
 @pytest.mark.parametrize("module", ["mm_schedule", "mm_utils"])

@@ -12,13 +12,7 @@ from trainers import contents, equal, opened, trajectories
 
 from relax_hpc.errors import CheckpointError, ConfigError, PeerTimeoutError
 from relax_hpc.trainer.megatron import checkpoint_files
-from relax_hpc.trainer.megatron.checkpoint_files import (
-    Box,
-    StoredCheckpoint,
-    damage,
-    write_names,
-    write_part,
-)
+from relax_hpc.trainer.megatron import checkpoint_files as files
 from relax_hpc.trainer.megatron.checkpoint_part import cut
 
 ROWS, ADVANTAGES = trajectories(8)
@@ -62,15 +56,6 @@ def test_a_rank_may_have_no_share_of_what_is_not_decayed(ranks, tmp_path):
     assert pool.digest() == before
     pool.train(**BATCH)
     assert pool.digest() == third
-
-
-def test_training_on_does_not_change_what_is_being_saved(ranks, folder, tmp_path):
-    for grid in ("tp2", "dp2"):
-        pool = open_grid(ranks, folder, grid)
-        pool.train(**BATCH)
-        before = pool.save_beside_training(folder=tmp_path / grid, **BATCH)
-        assert pool.refusal(folder=tmp_path / grid) == [None, None]
-        assert pool.digest() == before
 
 
 def test_six_steps_are_three_a_save_killed_anywhere_a_resume_and_three_bitwise(
@@ -127,18 +112,6 @@ def test_random_numbers_go_on_after_a_resume_where_the_save_was(ranks, folder, t
     assert pool.draw() == expected
 
 
-def test_a_disk_that_is_full_fails_the_save_by_name_and_the_next_one_succeeds(
-    ranks, folder, tmp_path
-):
-    pool = open_grid(ranks, folder, "one")
-    before = pool.digest()
-    (why,) = pool.save_where_files_must_be_small(root=tmp_path, num_bytes=50_000)
-    assert "__0_0.distcp: cannot be written: File too large" in why
-    assert list(tmp_path.iterdir()) == []
-    pool.save_in_run(root=tmp_path)
-    assert pool.resume_in_run(root=tmp_path) == [(0, *before)]
-
-
 def flip(path, at):
     content = bytearray(path.read_bytes())
     content[at] ^= 1
@@ -185,18 +158,18 @@ def test_a_torn_one_is_refused_by_every_rank_and_the_file_is_named(
     HARMS[harm](torn / name)
     answers = open_grid(ranks, folder, "tp2").refusal(folder=torn)
     assert all(answer.startswith(f"CheckpointError: {torn / name}") for answer in answers), answers
-    assert bool(damage(torn)) is (" in " not in harm)
-    assert damage(whole) is None
+    assert bool(files.damage(torn)) is (" in " not in harm)
+    assert files.damage(whole) is None
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_a_tensor(whole):
-    stored = StoredCheckpoint(whole)
+    stored = files.StoredCheckpoint(whole)
     for key, shape, message in (
         ("decoder.layers.9.mlp.linear_fc2.weight", (32, 48), "has no decoder.layers.9"),
         ("decoder.final_layernorm.weight", (64,), r"is \[32\] there, \[64\] in this model"),
     ):
         with pytest.raises(ConfigError, match=message):
-            stored.fill([Box(key, (0,) * len(shape), shape, torch.empty(shape))])
+            stored.fill([files.Box(key, (0,) * len(shape), shape, torch.empty(shape))])
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (4, 1, 3)])
@@ -217,22 +190,24 @@ def test_the_boxes_of_a_range_are_its_elements_once_and_few(shape):
 
 
 def test_gaps_overlaps_and_ranks_that_do_not_come_are_errors(tmp_path):
-    half = [Box("w", (0, 0), (4, 2), torch.zeros(2, 2))]
-    write_part(tmp_path, 0, half, {})
+    half = [files.Box("w", (0, 0), (4, 2), torch.zeros(2, 2))]
+    files.write_part(tmp_path, 0, half, {})
     with pytest.raises(CheckpointError, match="4 of the 8 elements of w"):
-        write_names(tmp_path, 1, {}, timeout_s=0)
+        files.write_names(tmp_path, 1, {}, timeout_s=0)
     with pytest.raises(PeerTimeoutError, match=r"no __1_0\.distcp within 0 s"):
-        write_names(tmp_path, 2, {}, timeout_s=0)
+        files.write_names(tmp_path, 2, {}, timeout_s=0)
     with pytest.raises(CheckpointError, match="given up"):
-        write_names(tmp_path, 2, {}, timeout_s=60, cancelled=lambda: True)
+        files.write_names(tmp_path, 2, {}, timeout_s=60, cancelled=lambda: True)
 
 
 def test_a_part_is_on_disk_before_it_has_its_name_and_all_files_before_the_manifest(tmp_path):
-    box = Box("w", (0,), (4,), torch.arange(4.0))
+    box = files.Box("w", (0,), (4,), torch.arange(4.0))
     with recorded() as calls:
-        write_part(tmp_path, 0, [box], {})
+        files.write_part(tmp_path, 0, [box], {})
     assert calls == ["write draft", "flush draft", "rename draft -> __0_0.distcp"]
     with recorded() as calls:
-        write_names(tmp_path, 1, {}, timeout_s=0)
-    files = ("common.pt", "metadata.json", ".metadata", "manifest.json")
-    assert [line for line in calls if line.startswith("flush")] == [f"flush {f}" for f in files]
+        files.write_names(tmp_path, 1, {}, timeout_s=0)
+    names = ("common.pt", "metadata.json", ".metadata", "manifest.json")
+    assert [line for line in calls if line.startswith("flush")] == [
+        f"flush {name}" for name in names
+    ]

@@ -8,7 +8,6 @@ from trainers import FULL, equal, opened, selective, trajectories
 
 from relax_hpc.trainer.megatron.costs import tower_flops
 from relax_hpc.trainer.megatron.layers import dense
-from relax_hpc.trainer.megatron.layers.gradient_fusion import add_product
 from relax_hpc.trainer.models.architecture import VisionArchitecture
 
 
@@ -88,10 +87,3 @@ def test_what_is_made_again_is_not_kept_and_the_gradient_is_the_same():
         gradients.append([x.grad for x in inputs])
     assert alive == [True, False]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-def test_a_product_is_added_in_float32():
-    total = torch.full((2, 2), 1.0)
-    left = torch.tensor([[1.0], [2.0]], dtype=torch.bfloat16)
-    add_product(total, left, torch.tensor([[3.0, 4.0]], dtype=torch.bfloat16))
-    assert total.tolist() == [[4.0, 5.0], [7.0, 9.0]]

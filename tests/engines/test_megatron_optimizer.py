@@ -8,15 +8,6 @@ import torch
 from trainers import equal, opened, trajectories
 
 from relax_hpc.trainer.megatron import adam
-from relax_hpc.trainer.megatron.adam import (
-    Gradients,
-    ParameterShard,
-    ShardedAdamW,
-    UpdateResult,
-    noise,
-    round_to_bfloat16,
-    update,
-)
 
 ROWS, ADVANTAGES = trajectories(8)
 BATCH = {"rows": ROWS, "advantages": ADVANTAGES}
@@ -26,20 +17,20 @@ GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 def made(sizes, weights=None, **options):
     torch.manual_seed(0)
     shards = [
-        ParameterShard(
+        adam.ParameterShard(
             torch.randn(n), torch.randn(n), torch.zeros(n, dtype=weights) if weights else None
         )
         for n in sizes
     ]
     groups = [{"params": [shard.main for shard in shards]} | GROUP]
-    return ShardedAdamW(groups, shards, **options), shards
+    return adam.ShardedAdamW(groups, shards, **options), shards
 
 
 def test_the_first_step_is_the_hand_worked_one():
-    shard = ParameterShard(
+    shard = adam.ParameterShard(
         torch.tensor([3.0]), torch.tensor([8.0]), torch.zeros(1, dtype=torch.bfloat16)
     )
-    optimizer = ShardedAdamW([{"params": [shard.main]} | GROUP], [shard])
+    optimizer = adam.ShardedAdamW([{"params": [shard.main]} | GROUP], [shard])
     optimizer.update([shard], 0.25)  # gradient 2: moments 0.2 and 0.2, corrected 2 and 4
     state = optimizer.state[shard.main]
     assert float(state["exp_avg"]) == pytest.approx(0.2)
@@ -75,14 +66,16 @@ def test_what_is_clipped_is_the_mean_gradient_of_all_parameters_together():
         parameter.grad = gradient / 10
     assert torch.nn.utils.clip_grad_norm_(theirs, 1.3) == 13
     torch.optim.AdamW(theirs, **options).step()
-    shards = [ParameterShard(main, total, None) for main, total in zip(mains, sums, strict=True)]
-    adamw = ShardedAdamW([{"params": mains} | options], shards)
+    shards = [
+        adam.ParameterShard(main, total, None) for main, total in zip(mains, sums, strict=True)
+    ]
+    adamw = adam.ShardedAdamW([{"params": mains} | options], shards)
     part = SimpleNamespace(optimizer=adamw, grad_scaler=None)
     whole = SimpleNamespace(
         chained_optimizers=[part], model_chunks=[], config=SimpleNamespace(clip_grad=1.3)
     )
-    found = Gradients([shards], [torch.tensor(30.0**2 + 40.0**2 + 120.0**2)])
-    assert update(whole, found, 1 / 10) == UpdateResult(13.0, True)
+    found = adam.Gradients([shards], [torch.tensor(30.0**2 + 40.0**2 + 120.0**2)])
+    assert adam.update(whole, found, 1 / 10) == adam.UpdateResult(13.0, True)
     moments = torch.cat([adamw.state[main]["exp_avg"] for main in mains])
     torch.testing.assert_close(moments, torch.tensor([0.03, 0.04, 0.12]))  # a tenth of (0.3, ...)
     for main, parameter in zip(mains, theirs, strict=True):
@@ -94,18 +87,20 @@ def test_rounding_is_to_a_neighbour_and_right_in_the_mean():
     value = 1 + 2**-7 * 0.3  # bfloat16 has 1 and 1 + 2**-7
     for sign in (1, -1):
         values = torch.full((count,), sign * value)
-        results = round_to_bfloat16(values, noise(7, count) & 0xFFFF).float()
+        results = adam.round_to_bfloat16(values, adam.noise(7, count) & 0xFFFF).float()
         assert set(results.abs().tolist()) == {1.0, 1 + 2**-7}
         share = float((results.abs() > 1).float().mean())
         assert share == pytest.approx(0.3, abs=5 * (0.21 / count) ** 0.5)
     exact = torch.tensor([0.0, 1.0, -0.15625, 2.0**-130])
-    assert torch.equal(round_to_bfloat16(exact, torch.tensor([0xFFFF] * 4)).float(), exact)
+    assert torch.equal(adam.round_to_bfloat16(exact, torch.tensor([0xFFFF] * 4)).float(), exact)
 
 
 def test_the_draws_of_rounding_differ_from_update_to_update_and_parameter_to_parameter():
-    shards = [ParameterShard(torch.zeros(512), torch.full((512,), 1 / 3), None) for _ in range(2)]
+    shards = [
+        adam.ParameterShard(torch.zeros(512), torch.full((512,), 1 / 3), None) for _ in range(2)
+    ]
     groups = [{"params": [shard.main for shard in shards]} | GROUP]
-    optimizer = ShardedAdamW(groups, shards, moments=torch.bfloat16)
+    optimizer = adam.ShardedAdamW(groups, shards, moments=torch.bfloat16)
     drawn = []
     for _ in range(2):
         optimizer.update(shards, 1.0)
@@ -118,9 +113,9 @@ def test_the_draws_of_rounding_differ_from_update_to_update_and_parameter_to_par
 
 def test_a_bfloat16_second_moment_falls_as_the_float32_one_does():
     """Rounded to the nearest it would stay at 1: a step takes away only 1/1000 of it."""
-    shard = ParameterShard(torch.zeros(20_000), torch.zeros(20_000), None)
+    shard = adam.ParameterShard(torch.zeros(20_000), torch.zeros(20_000), None)
     groups = [{"params": [shard.main]} | GROUP | {"betas": (0.9, 0.999)}]
-    optimizer = ShardedAdamW(groups, [shard], moments=torch.bfloat16)
+    optimizer = adam.ShardedAdamW(groups, [shard], moments=torch.bfloat16)
     second = optimizer.state[shard.main]["exp_avg_sq"].fill_(1.0)
     assert second.dtype is torch.bfloat16
     assert (second.float() * 0.999).to(torch.bfloat16).eq(1).all()

@@ -1,6 +1,5 @@
 """Weights that take turns in the trainer's model, and the reference policy made of them."""
 
-import numpy as np
 import pytest
 import torch
 from hf_logprobs import hf_logprobs
@@ -11,8 +10,6 @@ pytestmark = pytest.mark.long
 
 ROWS, ADVANTAGES = trajectories(12)
 BATCH = {"rows": ROWS, "advantages": ADVANTAGES}
-
-each_grid = pytest.mark.parametrize("grid", ["tp2", "dp2", "pp2", "cp2", "dp2_ep2"])
 
 
 @pytest.fixture(scope="module")
@@ -30,21 +27,6 @@ def made(make, seed, folder):
     model = make(folder, layers=4, seed=seed)
     with torch.no_grad():
         return folder, [hf_logprobs(model, row.token_ids).numpy() for row in ROWS]
-
-
-@each_grid
-def test_reference_logprobs_in_the_trainer_are_the_references(ranks, policies, mixtures, grid):
-    (folder, own), (other, expected) = mixtures if grid == "dp2_ep2" else policies
-    pool = opened(ranks, folder, grid)
-    pool.open_reference(path=other)
-    assert_close(collect(pool.logprobs(rows=ROWS)), own)
-    for _ in range(2):
-        pool.train(**BATCH)
-        before = collect(pool.logprobs(rows=ROWS))
-        assert_close(collect(pool.ref_logprobs(rows=ROWS)), expected)
-        after = collect(pool.logprobs(rows=ROWS))
-        assert equal(before, after)
-        assert not any(map(np.allclose, before, expected))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from seeing_grids import (
     seeing_part,
     seen,
 )
-from seen_rows import IMAGE, counted, image, mixed_rows, rows_of_one, tokens_of
+from seen_rows import counted, image, mixed_rows, rows_of_one, tokens_of
 from trainers import assert_close, collect, equal, job
 from transformers import AutoModelForImageTextToText
 
@@ -41,12 +41,6 @@ def reference(tmp_path_factory):
 @pytest.mark.parametrize("grid", [*GRIDS, *long("tp2_pp2", "tp2_cp2", "dp2, overlapped")])
 def test_a_grid_equals_hugging_face(ranks, reference, grid):
     assert_equal_to(ranks, reference, grid)
-
-
-@pytest.mark.long
-def test_a_grid_of_virtual_stages_equals_hugging_face(ranks, tmp_path):
-    """A model of 6 layers, 3 of which take features, is too shallow for it."""
-    assert_equal_to(ranks, seen(tmp_path, mixed_rows(), deeper=True), "pp2_vpp2")
 
 
 @pytest.mark.parametrize("grid", ["one, recomputed", *long("tp2", "pp2", "cp2")])
@@ -132,16 +126,6 @@ def test_each_medium_is_read_and_encoded_once_by_one_rank_of_a_replica(ranks, re
     if grid == "one":  # medium 1 is in both halves of the batch
         pool.train(**reference.batch, num_portions=2)
         assert pool.encoded() == [2 * [[patches + (patches + 24), 0]]]
-
-
-def test_a_placeholder_that_a_policy_samples_is_text(ranks, reference):
-    pool, row = open_grid(ranks, reference, "one"), reference.rows[1]
-    ids = row.token_ids.copy()
-    ids[-3] = IMAGE
-    (found,) = collect(pool.logprobs(rows=[row._replace(token_ids=ids)]))
-    (plain,) = collect(pool.logprobs(rows=[row]))
-    assert np.array_equal(found[:-3], plain[:-3])
-    assert np.isfinite(found).all() and not np.allclose(found[-2:], plain[-2:])
 
 
 @pytest.mark.parametrize("model", ["reference", "experts"])

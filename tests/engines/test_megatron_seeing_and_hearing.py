@@ -6,14 +6,7 @@ from itertools import product
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from seeing_grids import (
-    assert_equal_to,
-    assert_exported,
-    assert_frozen,
-    frozen_cases,
-    long,
-    seen,
-)
+from seeing_grids import assert_equal_to, assert_exported, assert_frozen, frozen_cases, long, seen
 from seen_rows import mixed_rows_heard
 from trainers import job
 from transformers import Qwen3OmniMoeThinkerForConditionalGeneration

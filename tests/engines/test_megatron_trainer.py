@@ -3,21 +3,10 @@
 import numpy as np
 import pytest
 import torch
+import trainers
 from hf_logprobs import hf_logprobs
 from megatron_reference import dense
 from megatron_reference import reference as hugging_face
-from trainers import (
-    VOCAB,
-    assert_a_grid_equals,
-    assert_close,
-    assert_updated,
-    clear_gradient,
-    collect,
-    equal,
-    num_tokens,
-    opened,
-    trajectories,
-)
 
 
 @pytest.fixture(scope="module")
@@ -50,33 +39,37 @@ DEEP = [
 
 @pytest.mark.parametrize("grid", SMALL)
 def test_logprobs_gradient_and_two_adamw_steps_are_hugging_faces(ranks, reference, grid):
-    assert_a_grid_equals(reference, lambda: opened(ranks, reference.folder, grid, **DECAYS))
+    trainers.assert_a_grid_equals(
+        reference, lambda: trainers.opened(ranks, reference.folder, grid, **DECAYS)
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("grid", DEEP)
 def test_so_they_are_of_a_deeper_model_on_every_grid(ranks, deeper, grid):
-    assert_a_grid_equals(deeper, lambda: opened(ranks, deeper.folder, grid, **DECAYS))
+    trainers.assert_a_grid_equals(
+        deeper, lambda: trainers.opened(ranks, deeper.folder, grid, **DECAYS)
+    )
 
 
 def test_tied_embeddings_and_temperature_equal_hugging_faces(ranks, qwen3):
     folder, model = qwen3[True]
-    rows, _ = trajectories(4, seed=5)
+    rows, _ = trainers.trajectories(4, seed=5)
     with torch.no_grad():
         theirs = [hf_logprobs(model, row.token_ids, temperature=0.7) for row in rows]
     for grid in ("one", "tp2"):
-        pool = opened(ranks, folder, grid, temperature=0.7)
-        assert_close(collect(pool.logprobs(rows=rows)), theirs)
+        pool = trainers.opened(ranks, folder, grid, temperature=0.7)
+        trainers.assert_close(trainers.collect(pool.logprobs(rows=rows)), theirs)
 
 
 def test_every_step_trains_at_its_own_rate(ranks, reference):
     """Adam's first step is as long as the rate wherever the gradient is clear."""
     optimizer = {"lr": 1e-3, "warmup_steps": 4}
-    pool = opened(ranks, reference.folder, "one", optimizer=optimizer)
+    pool = trainers.opened(ranks, reference.folder, "one", optimizer=optimizer)
     name = "model.layers.0.mlp.up_proj.weight"
     before = pool.weights()[0][name]
     rates = [pool.train(**reference.batch)[0]["lr"]]
-    step = np.abs(pool.weights()[0][name] - before)[clear_gradient(reference, name)]
+    step = np.abs(pool.weights()[0][name] - before)[trainers.clear_gradient(reference, name)]
     assert np.median(step) == pytest.approx(2.5e-4, rel=1e-2)
     rates += [pool.train(**reference.batch)[0]["lr"] for _ in range(2)]
     assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4])
@@ -94,10 +87,10 @@ def test_a_clipped_step_equals_torchs_however_it_is_split(ranks, qwen3, referenc
     torch.optim.AdamW(theirs.values(), **options, weight_decay=0.0).step()
     optimizer = {"lr": 1.0, "clip_grad": clip, "megatron": {"adam_eps": 0.1}}
     for budget in (20, 100_000):
-        pool = opened(ranks, folder, grid, budget=budget, optimizer=optimizer)
+        pool = trainers.opened(ranks, folder, grid, budget=budget, optimizer=optimizer)
         metrics = pool.train(**reference.batch)[0]
         assert metrics["grad_norm"] == pytest.approx(reference.norms[0], rel=1e-5)
-        assert_close(pool.weights()[0], theirs)
+        trainers.assert_close(pool.weights()[0], theirs)
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
@@ -107,7 +100,7 @@ def test_any_split_into_micro_batches_and_portions_gives_one_update(ranks, refer
     found = []
     for budget, num_portions in ((100_000, 1), (50, 1), (20, 1), (20, 3), (20, 5)):
         options = {"budget": budget, "algorithm": {"epochs_per_step": epochs}}
-        pool = opened(ranks, reference.folder, grid, **options)
+        pool = trainers.opened(ranks, reference.folder, grid, **options)
         metrics = pool.train(**reference.batch, num_portions=num_portions)
         assert all(rank == metrics[0] for rank in metrics)
         found.append((metrics[0], pool.weights()[0]))
@@ -116,14 +109,14 @@ def test_any_split_into_micro_batches_and_portions_gives_one_update(ranks, refer
         assert metrics["grad_norm"] == pytest.approx(reference.norms[0], rel=1e-5)
     for other_metrics, other in others:
         assert other_metrics == pytest.approx(metrics, rel=10.0 ** (epochs - 6), abs=1e-6)
-        assert_updated(other, weights, reference)
+        trainers.assert_updated(other, weights, reference)
 
 
 @pytest.mark.parametrize("grid", ["tp2", "dp2"])
 def test_what_is_lent_between_two_steps_changes_nothing(ranks, reference, grid):
     weights = []
     for lends in (False, True):
-        pool = opened(ranks, reference.folder, grid)
+        pool = trainers.opened(ranks, reference.folder, grid)
         pool.train(**reference.batch)
         if lends:
             before, meanwhile, after = pool.lend()[0]
@@ -131,30 +124,7 @@ def test_what_is_lent_between_two_steps_changes_nothing(ranks, reference, grid):
             assert before > 0
         pool.train(**reference.batch)
         weights.append(pool.weights()[0])
-    assert equal(weights[0], weights[1])
-
-
-def test_documents_of_a_micro_batch_do_not_see_each_other(ranks, reference):
-    pool = opened(ranks, reference.folder, "one", budget=100_000)
-    rows = reference.rows
-    before = collect(pool.logprobs(rows=rows))
-    mixed = list(rows)
-    mixed[::2] = [row._replace(token_ids=(row.token_ids + 1) % VOCAB) for row in rows[::2]]
-    after = collect(pool.logprobs(rows=mixed))
-    assert equal(after[1::2], before[1::2])
-    for mine, other in zip(before[::2], after[::2], strict=True):
-        assert not np.allclose(mine[1:], other[1:])
-
-
-def test_nor_do_gradients_flow_between_them(ranks, reference):
-    rows, advantages = trajectories(6, seed=1)
-    silent = [row._replace(loss_mask=np.zeros_like(row.loss_mask)) for row in rows[3:]]
-    updates = []
-    for batch in (rows[:3], rows[:3] + silent):
-        pool = opened(ranks, reference.folder, "one", budget=100_000)
-        metrics = pool.train(rows=batch, advantages=advantages[: len(batch)])[0]
-        updates.append((metrics["grad_norm"], metrics["loss"], metrics["entropy"]))
-    assert updates[0] == pytest.approx(updates[1], rel=1e-5)
+    assert trainers.equal(weights[0], weights[1])
 
 
 def test_garbage_under_the_mask_is_inert(ranks, reference):
@@ -164,11 +134,11 @@ def test_garbage_under_the_mask_is_inert(ranks, reference):
             row.with_columns(rollout_logprobs=np.where(row.loss_mask, each, garbage).astype("f4"))
             for row, each in zip(reference.rows, logprobs, strict=True)
         ]
-        pool = opened(ranks, reference.folder, "one")
+        pool = trainers.opened(ranks, reference.folder, "one")
         metrics = pool.train(rows=rows, advantages=reference.advantages)[0]
         assert all(np.isfinite(value) for value in metrics.values())
         weights.append(pool.weights()[0])
-    assert equal(weights[1], weights[0]) and equal(weights[2], weights[0])
+    assert trainers.equal(weights[1], weights[0]) and trainers.equal(weights[2], weights[0])
 
 
 def test_the_gap_is_between_the_trainer_and_the_sampler(ranks, reference):
@@ -177,16 +147,16 @@ def test_the_gap_is_between_the_trainer_and_the_sampler(ranks, reference):
         rows.append(row.with_columns(rollout_logprobs=logprobs * (row.loss_mask != 0)))
     index = int(np.flatnonzero(rows[4].loss_mask)[0])
     rows[4].columns["rollout_logprobs"][index] += 0.5
-    pool = opened(ranks, reference.folder, "dp2")
+    pool = trainers.opened(ranks, reference.folder, "dp2")
     metrics = pool.train(rows=rows, advantages=reference.advantages)[0]
     assert metrics["logprob_gap/max"] == pytest.approx(0.5, abs=1e-5)
-    assert metrics["logprob_gap/mean"] == pytest.approx(0.5 / num_tokens(rows), abs=1e-5)
+    assert metrics["logprob_gap/mean"] == pytest.approx(0.5 / trainers.num_tokens(rows), abs=1e-5)
 
 
 def test_later_epochs_compare_with_the_policy_before_the_step(ranks, reference):
-    pool = opened(ranks, reference.folder, "one")
+    pool = trainers.opened(ranks, reference.folder, "one")
     assert pool.train(**reference.batch)[0]["ratio"] == pytest.approx(1.0, abs=1e-6)
-    pool = opened(ranks, reference.folder, "one", algorithm={"epochs_per_step": 3})
+    pool = trainers.opened(ranks, reference.folder, "one", algorithm={"epochs_per_step": 3})
     assert abs(pool.train(**reference.batch)[0]["ratio"] - 1.0) > 1e-4
 
 
@@ -197,7 +167,7 @@ def test_without_a_token_to_train_on_nothing_is_updated(ranks, reference, num_ro
     empty = {"rows": rows[:num_rows], "advantages": reference.advantages[:num_rows]}
     found = []
     for between in (False, True):
-        pool = opened(ranks, reference.folder, "dp2", optimizer={"weight_decay": 0.5})
+        pool = trainers.opened(ranks, reference.folder, "dp2", optimizer={"weight_decay": 0.5})
         pool.train(**reference.batch)
         for _ in range(4 * between):  # as many in a row as would end a run, were they not finite
             [metrics, _] = pool.train(**empty)
@@ -205,11 +175,11 @@ def test_without_a_token_to_train_on_nothing_is_updated(ranks, reference, num_ro
             assert pool.skip() == [None, None]
         pool.train(**reference.batch)
         found.append(pool.weights()[0])
-    assert equal(found[0], found[1])
+    assert trainers.equal(found[0], found[1])
 
 
 def test_a_rank_without_trajectories_takes_part(ranks, reference):
     batch = {"rows": reference.rows[:1], "advantages": reference.advantages[:1]}
-    alone = opened(ranks, reference.folder, "one").train(**batch)[0]
-    for rank in opened(ranks, reference.folder, "dp2").train(**batch):
+    alone = trainers.opened(ranks, reference.folder, "one").train(**batch)[0]
+    for rank in trainers.opened(ranks, reference.folder, "dp2").train(**batch):
         assert rank == pytest.approx(alone, rel=1e-5)

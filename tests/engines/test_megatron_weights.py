@@ -5,7 +5,6 @@ import pytest
 from safetensors.torch import load_file
 from tiny_models import make
 from trainers import equal, job, size_of
-from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.long
 
@@ -75,16 +74,3 @@ def test_a_model_comes_back_bitwise_on_every_rank(ranks, folders, orders, kind, 
                 for factor, found in enumerate(versions, start=1):
                     for name, tensor in zip(order, found, strict=True):
                         assert np.array_equal(tensor, factor * truth[name].numpy()), name
-
-
-@pytest.mark.parametrize("kind", ["tied", "experts"])
-def test_transformers_loads_what_is_exported(ranks, folders, tmp_path, kind):
-    load(ranks, folders[kind], "tp2_pp2")
-    out = tmp_path / "out"
-    ranks.save_hf(folder=out, source=folders[kind], writer=2)
-    assert len(list(out.glob("model-*.safetensors"))) > 1
-    assert stored(out).keys() == stored(folders[kind]).keys()
-    ours, theirs = (
-        AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (out, folders[kind])
-    )
-    assert equal(ours, theirs)

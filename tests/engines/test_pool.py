@@ -97,35 +97,18 @@ def assert_same_draws(responses, expected):
     assert split in ([], [1], [1, 1]), "first tokens that differ, apart"
 
 
-@pytest.mark.parametrize(("most", "least"), [(64, 43), (16, 11), (4, 3), (1, 1)])
-def test_responses_that_begin_together_are_not_all_sent_at_the_same_step(most, least):
-    client = GenerationClient("http://127.0.0.1:1", "", tokens_per_chunk=most)
-    bodies = [client._body([1], seed, LONG, Draft(), 0, "rid") for seed in range(256)]
-    sent = {body["sampling_params"]["stream_interval"] for body in bodies}
-    assert sent == set(range(least, most + 1))
-
-
 def test_a_request_says_what_is_to_be_sampled_from_what_by_which_policy():
     client = GenerationClient("http://127.0.0.1:1", "", tokens_per_chunk=1)
     draft = Draft([7, 8], [-0.5, -1.0], [(0, 3)])
     sampling = Sampling(0.7, 20, stop_token_ids=(2, 5), ignore_eos=True)
     assert client._body([4, 5, 6], 11, sampling, draft, 3, "rid") == {
-        "rid": "rid",
-        "input_ids": [4, 5, 6, 7, 8],
-        "sampling_params": {
-            "temperature": 0.7,
-            "max_new_tokens": 18,
-            "stop_token_ids": [2, 5],
-            "ignore_eos": True,
-            "top_p": 1.0,
-            "top_k": -1,
-            "sampling_seed": 11,
-            "stream_interval": 1,
-        },
-        "stream": True,
-        "return_logprob": True,
+        "rid": "rid", "input_ids": [4, 5, 6, 7, 8], "stream": True, "return_logprob": True,
         "extra_key": "v3",
-    }
+        "sampling_params": {
+            "temperature": 0.7, "max_new_tokens": 18, "stop_token_ids": [2, 5], "ignore_eos": True,
+            "top_p": 1.0, "top_k": -1, "sampling_seed": 11, "stream_interval": 1,
+        },
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("tokens_per_chunk", [1, 16])
@@ -256,21 +239,6 @@ def test_a_sample_waits_for_an_engine_of_a_policy_that_is_new_enough(pair, check
     assert {tuple(response.version_runs) for response in asyncio.run(run())} == {((0, 1),)}
 
 
-def test_a_refused_sample_is_an_error_at_once_and_no_engine_is_one_after_a_while(pair):
-    one, _ = pair
-
-    async def run():
-        pool = make_pool([one], patience_s=60)
-        with pytest.raises(EngineError, match=r"/generate: .*4096 positions"):
-            await pool.sample([1], 0, Sampling(1.0, 100_000))
-        await pool.aclose()
-        pool = make_pool([], patience_s=0.2)
-        with pytest.raises(EngineError, match=r"for 0\.2 s .* there is none"):
-            await pool.sample([1], 0, LONG)
-
-    asyncio.run(run())
-
-
 def test_samples_in_flight_follow_the_cache():
     assert next_limit(100, Load(100, 0, 0.97), 80, 256) == 72  # a tenth less than there are
     assert next_limit(100, Load(100, 0, 0.5), 100, 256) == 112  # an eighth more
@@ -285,23 +253,10 @@ def chunk(tokens, completion, version="0", finish=None, **meta):
     return {
         "output_ids": tokens,
         "meta_info": {
-            "completion_tokens": completion,
-            "output_token_logprobs": pairs,
-            "weight_version": version,
-            "finish_reason": finish and {"type": finish},
-            **meta,
+            "completion_tokens": completion, "output_token_logprobs": pairs,
+            "weight_version": version, "finish_reason": finish and {"type": finish}, **meta,
         },
-    }
-
-
-def test_chunks_of_what_is_new_and_of_everything_so_far_are_the_same_response():
-    new, whole = ReplyAssembler("x", Draft(), 3), ReplyAssembler("x", Draft(), 3)
-    for part, so_far, count in (([5], [5], 1), ([6, 7], [5, 6, 7], 3), ([8], [5, 6, 7, 8], 4)):
-        new.add(chunk(part, count, finish="length" if count == 4 else None))
-        whole.add(chunk(so_far, count, finish="length" if count == 4 else None))
-    assert new.finish() is whole.finish() is FinishReason.LENGTH
-    assert new._draft == whole._draft
-    assert new._draft.token_ids == [5, 6, 7, 8]
+    }  # fmt: skip
 
 
 def test_a_reply_that_breaks_off_is_lost_and_its_draft_keeps_what_came():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from engine_fixtures import prompt_of, reference_logprobs, sampled, started
 from tiny_models import LLAMA3, SAVED, YARN, by_transformers, check, distance, linked, write
 
 from relax_hpc.config.engines import EnginePool
@@ -106,19 +105,3 @@ def test_what_sglang_would_pass_over_is_refused_for_it_alone(tmp_path):
     engine_check.check_engine(EnginePool(kind="sglang"), shape)
     shape = read_architecture(write(tmp_path, "qwen3", **ROPES["yarn, lengths by scales"]))
     engine_check.check_engine(EnginePool(kind="sglang"), shape)
-
-
-@pytest.mark.sglang
-@pytest.mark.parametrize(
-    "case", ["yarn beside parameters", "yarn, lengths by scales", "linear beside parameters"]
-)
-def test_sglang_reads_the_same_rotary_positions_from_the_folder(weights, tmp_path, case):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    linked(folder, weights["qwen3"], "qwen3", **ROPES[case])
-    prompt = prompt_of(20)
-    with started("sglang", folder, tmp_path / "engine.log") as process:
-        [response] = sampled(process, prompt, [1], max_new_tokens=40)
-    expected = reference_logprobs(folder, prompt, response.token_ids)
-    assert len(response.token_ids) == 40
-    assert torch.tensor(response.logprobs).sub(expected).abs().max() <= 1e-5

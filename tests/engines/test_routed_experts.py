@@ -78,17 +78,3 @@ def test_every_token_names_its_experts_also_where_a_response_goes_on_after_an_in
         expected = chosen(model, tokens)
         assert np.array_equal(found[:-1], expected[:-1])
         assert np.array_equal(found[-1], found[-2])  # it has not been through the model
-
-
-def test_a_prompt_from_the_cache_of_prefixes_has_its_experts_as_well(engine):
-    process, model = engine
-    prompt = list(range(40, 60))
-    expected = chosen(model, prompt)
-
-    async def ask(seed):
-        async with GenerationClient(process.url, process.token) as client:
-            return await client.sample(prompt, seed, SAMPLING._replace(max_new_tokens=1))
-
-    for seed in range(2):
-        rows = asyncio.run(ask(seed)).routed_experts[:-1]
-        assert np.array_equal(np.sort(rows.reshape(-1, LAYERS, PER_TOKEN), -1), expected)

@@ -171,26 +171,3 @@ def test_the_samples_are_named_whose_loss_is_not_finite(ranks, folder, grid):
     metrics = pool.train(rows=rows, advantages=advantages)[0]
     assert (metrics["skipped"], pool.skip()) == (0.0, [None, None])
     assert skip_of(pool, **batch).in_a_row == 1
-
-
-@pytest.mark.parametrize("grid", ["dp2", "pp2"])
-def test_the_samples_are_named_whose_logprobs_are_not_finite(ranks, folder, grid):
-    rows, advantages = trajectories(12)
-    rows = [row._replace(token_ids=row.token_ids % 100) for row in rows]
-    for index in (3, 8):
-        rows[index].token_ids[0] = 120
-    pool = opened(ranks, folder, grid, budget=40)
-    pool.break_embedding(token=120)
-    skip = skip_of(pool, rows=rows, advantages=advantages)
-    assert sorted((sample.guid, sample.what) for sample in skip.samples) == [
-        (3, "logprobs"), (8, "logprobs"),
-    ]  # fmt: skip
-
-
-def test_of_many_samples_eight_are_named_from_every_rank_and_all_counted(ranks, folder):
-    rows, advantages = trajectories(20)
-    pool = opened(ranks, folder, "dp2", budget=40)
-    skip = skip_of(pool, rows=rows, advantages=advantages, loss="exploding")
-    assert (skip.reason, skip.num_samples) == ("the gradient is not finite", 20)
-    assert {sample.what for sample in skip.samples} == {"gradient"}
-    assert [sample.dp_rank for sample in skip.samples] == [0, 1] * 4

@@ -1,14 +1,9 @@
 """What is made ready before there is anything to do leaves no trace in what is done."""
 
-import threading
-import time
-
 import pytest
 from engine_fixtures import started
 from megatron_reference import mixture
 from trainers import equal, opened, trajectories
-
-from relax_hpc.errors import EngineError
 
 OVERLAPS = {"ddp": {"overlap_grad_reduce": True, "bucket_size": 9000}}
 
@@ -52,32 +47,3 @@ def test_an_embedded_engine_is_not_begun_before_it_may_compute(checkpoints, tmp_
     with start("embedded", checkpoints[0], tmp_path, may_compute) as engine:
         assert engine.is_healthy()
     assert asked == [False] * 3
-
-
-@pytest.mark.sglang
-def test_sglang_loads_its_programs_before_it_may_compute_and_weights_after(checkpoints, tmp_path):
-    lent, log = threading.Event(), tmp_path / "log"
-    workers = []
-
-    def may_compute():
-        if not lent.is_set() and log.exists() and "server_args=" in log.read_text():
-            workers.append(log.read_text().count("Load weight begin"))
-            if len(workers) > 20:  # ten seconds, in which it could have begun
-                lent.set()
-        return lent.is_set()
-
-    with start("sglang", checkpoints[0], tmp_path, may_compute) as engine:
-        assert engine.is_healthy() and engine.age_s > 10
-    assert set(workers) == {0} and "Load weight begin" in log.read_text()
-
-
-@pytest.mark.sglang
-def test_time_until_gpus_are_lent_is_not_that_of_a_start(checkpoints, tmp_path):
-    begin = time.monotonic()
-
-    def may_compute():
-        return time.monotonic() > begin + 5
-
-    with pytest.raises(EngineError, match=r"start_timeout_s = 1\)"):
-        start("sglang", checkpoints[0], tmp_path, may_compute, start_timeout_s=1)
-    assert time.monotonic() > begin + 6

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from seer import AUDIO, IMAGE, TOLERANCE, VIDEO, Hearer, Seer, ask, clip, make, sound, source
 from sglang_under_test import SGLANG_PYTHON
 
-from relax_hpc.data.media import spool
 from relax_hpc.trainer.models.hf_files import SINGLE
 
 pytestmark = [
@@ -81,23 +80,6 @@ def test_an_image_is_seen_by_the_tower_that_came_last(house, towers, tmp_path, t
         loading.result()
 
 
-@transports
-def test_a_request_that_names_an_older_policy_sees_by_the_new_tower(
-    house, towers, tmp_path, transport, monkeypatch
-):
-    house.announce(transport)
-    seer = towers[0]
-    seer.process = house.engines[0]
-    prompt = shown(seer, tmp_path, 3)
-    plain = spool.text_of
-    monkeypatch.setattr(spool, "text_of", lambda view, _, **how: plain(view, 0, **how))
-    with trainer(house) as ranks:
-        for version in range(3):
-            assert publish(ranks, house, version)["members"] == house.ids
-            [made] = ask(seer, [prompt])
-            assert_seen_by(towers, version, prompt, made)
-
-
 def test_frozen_parts_are_sent_to_an_engine_once(house, towers, tmp_path):
     """After the first update only what learns travels: here a tower, or all but the tower.
 
@@ -135,29 +117,8 @@ def test_frozen_parts_are_sent_to_an_engine_once(house, towers, tmp_path):
         assert publish(ranks, house, 5)["num_bytes"] == learning
 
 
-def assert_seen_by(towers, version, prompt, made, most=TOLERANCE):
+def assert_seen_by(towers, version, prompt, made):
     found = torch.tensor(made.logprobs)
     new, old = (towers[v % 3].logprobs(prompt, made.token_ids) for v in (version, version + 2))
-    assert (found - new).abs().max() <= most
+    assert (found - new).abs().max() <= TOLERANCE
     assert (found - old).abs().max() > APART
-
-
-HALVES = 5e-6  # nats, float32: sums of two ranks
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("towers", ["vl", "omni"], indirect=True)
-def test_every_version_of_a_tower_reaches_both_ranks_of_an_engine(towers, tmp_path):
-    seer, folders = towers[0], [each.folder for each in towers]
-    prompts = [shown(seer, tmp_path, number) for number in (1, 2)]
-    house = house_of("sglang", folders, tmp_path, count=1, ranks_each=2, lanes=True)
-    with house as house, trainer(house) as ranks:
-        house.announce()
-        seer.process = house.engines[0]
-        for version in range(4):
-            done = publish(ranks, house, version, check=True)
-            assert (done["members"], done["again"]) == (house.ids, False)
-            assert done["verified"]["equal"], done["verified"]
-            for prompt in prompts:
-                [made] = ask(seer, [prompt])
-                assert_seen_by(towers, version, prompt, made, most=HALVES)

@@ -155,12 +155,7 @@ def assert_updated(found, expected, reference, *steps):
 
 
 def assert_a_grid_equals(reference, opened, *, rtol=1e-7, atol=1e-5):
-    """Logprobs, loss, gradients, and the weights after each of the reference's updates.
-
-    Args:
-        opened: makes a trainer that has the weights of the folder, on its pool.
-        rtol: of logprobs, as `atol` is.
-    """
+    """Logprobs, loss, gradients, and the weights after each of the reference's updates."""
     pool = opened()
     assert_close(collect(pool.logprobs(rows=reference.rows)), reference.logprobs, atol, rtol)
     for gradients in pool.gradients(**reference.batch):

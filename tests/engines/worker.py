@@ -2,7 +2,6 @@
 
 import gc
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -19,17 +18,14 @@ from relax_hpc.algorithms.aggregation import row_weights
 from relax_hpc.algorithms.algorithm import algorithm_of
 from relax_hpc.algorithms.composition import Objective, cross_entropy, objective_of, value_loss
 from relax_hpc.algorithms.part import LossOutput
-from relax_hpc.config.run import RunConfig
-from relax_hpc.errors import MismatchError, TrainingError
+from relax_hpc.errors import TrainingError
 from relax_hpc.roles.actor.loop import Reference
-from relax_hpc.roles.actor.rank0 import LogprobCheck
 from relax_hpc.roles.dealing.micro_batches import own_rows, plan_micro_batches
 from relax_hpc.roles.dealing.portions import split_groups
 from relax_hpc.roles.sft import loop as sft
 from relax_hpc.roles.sft.loop import deal
 from relax_hpc.roles.training.build import trainer_of
 from relax_hpc.runtime.comm.bucket import BucketPlan, views
-from relax_hpc.trainer.checkpoints import saving
 from relax_hpc.trainer.megatron import adam as adamw
 from relax_hpc.trainer.megatron import cpu, grid, hf_stream, hf_weights, model, packing, updates
 from relax_hpc.trainer.megatron import features as host_memory
@@ -89,9 +85,8 @@ def open_trainer(config):
         tower.register_forward_pre_hook(_note)
 
 
-def open_critic(config, weights=None):
-    which = config.model.model_copy(update={"weights": weights}) if weights else config.model
-    given = which, config.actor, config.actor.optimizer
+def open_critic(config):
+    given = config.model, config.actor, config.actor.optimizer
     how = {"num_steps": config.num_steps, "seed": config.seed}
     _opened(config, lambda: MegatronCritic(*given, PoolWorld(), CPU, **how))
 
@@ -107,8 +102,8 @@ def open_scorer():
     return [p.grad for p in parameters if p.grad is not None or hasattr(p, "main_grad")]
 
 
-def open_reference(path=None):
-    _state["reference"] = Reference(_state["trainer"], path, refresh_every=1)
+def open_reference():
+    _state["reference"] = Reference(_state["trainer"], None, refresh_every=1)
 
 
 def _opened(config, make):
@@ -164,23 +159,12 @@ def surrogate():
     return loss
 
 
-def exploding():
-    """A finite loss whose gradient is not: sqrt at 0."""
-    return lambda logprobs, micro_batch: LossOutput(
-        (logprobs - logprobs.detach()).square().sum().sqrt(), {}
-    )
+def discounted():
+    """The loss of one's own parts."""
+    return objective_of(algorithm_of(**own_parts.DISCOUNTED)).loss
 
 
-def of_parts(keys, *columns):
-    """The loss of the parts that a job's keys name."""
-    return lambda: objective_of(algorithm_of(**keys), frozenset(columns)).loss
-
-
-LOSSES = {
-    "discounted": of_parts(own_parts.DISCOUNTED),
-    "surprise": of_parts(own_parts.SURPRISE, "surprise"),
-    "surrogate": surrogate, "exploding": exploding,
-}  # fmt: skip
+LOSSES = {"discounted": discounted, "surrogate": surrogate}
 
 
 def _deal(lengths, load=None):
@@ -244,47 +228,22 @@ def train_fails(rows, advantages):
     raise AssertionError("it trained")
 
 
-@contextmanager
-def _before_update(act):
-    """Between the gradient and the update."""
-    trainer = _state["trainer"]
-    update = trainer.update
-
-    def acted():
-        act()
-        return update()
-
-    with mock.patch.object(trainer, "update", acted):
-        yield
-
-
 def engine_gap(rows, advantages, num_portions=1):
     """(what the trainer says before the update, its metrics)."""
-    gaps = []
-    with _before_update(lambda: gaps.append(_state["trainer"].engine_gap())):
+    gaps, trainer = [], _state["trainer"]
+    update = trainer.update
+
+    def looked():
+        gaps.append(trainer.engine_gap())
+        return update()
+
+    with mock.patch.object(trainer, "update", looked):
         metrics = train(rows, advantages, num_portions=num_portions)
     return gaps[0], metrics
 
 
-def check(rows, advantages, limit):
-    """Returns the end of the comparison with the engines, before the first update."""
-    tree = _state["config"].model_dump()
-    tree["weights"]["advanced"]["max_logprob_gap"] = limit
-    with _before_update(LogprobCheck(RunConfig.model_validate(tree), _state["trainer"])):
-        try:
-            train(rows, advantages)
-        except MismatchError as error:
-            return str(error)
-    return "it trained"
-
-
 def train_algorithms(rows, advantages, cases, num_portions=1):
-    """(metrics, weights) after a step of each of these algorithms, one after the other.
-
-    Args:
-        rows: rising by guid.
-        cases: keys of [algorithm].
-    """
+    """(metrics, weights) after a step of each case of [algorithm], one after the other."""
     return [(step(rows, advantages, keys, num_portions), weights()) for keys in cases]
 
 
@@ -472,11 +431,7 @@ def load(folder: Path):
 
 
 def gathered(bucket_bytes, again=False):
-    """(specs, what rank 0 is brought of the weights, bucket by bucket, fixed buckets left out).
-
-    Args:
-        again: by the gather that was made before.
-    """
+    """(specs, what rank 0 is brought of the weights, bucket by bucket, fixed buckets left out)."""
     trainer = _state["trainer"]
     specs = trainer.weight_specs()
     plan = BucketPlan.of(specs, bucket_bytes)
@@ -561,11 +516,6 @@ def kept_bytes():
     own = [each for each in optimizer if each.untyped_storage().data_ptr() not in there]
     gradients = [w.main_grad for w in weights if w.requires_grad]
     return tuple(sum(each.nbytes for each in kind) for kind in (weights, gradients, own))
-
-
-def parameters():
-    """Names of this rank's parameters."""
-    return sorted(n for c in _state["trainer"]._chunks for n, _ in c.named_parameters())
 
 
 def micro_batches_of(rows, num_portions):
@@ -664,12 +614,6 @@ def gathered_twice(bucket_bytes, to_all):
                 parameter *= factor
     specs = [(spec.name, spec.shape) for bucket in plan.buckets for spec in bucket]
     return specs, versions
-
-
-def save_hf(folder, source, writer):
-    """Every rank takes part, rank `writer` writes."""
-    stream = hf_stream.stream_weights(_state["chunks"], bucket_bytes=1000)
-    saving.save_hf(folder, stream, source, write=dist.get_rank() == writer, shard_bytes=20_000)
 
 
 def packed_gradients(folder, documents, upstream, context_parallel=False):

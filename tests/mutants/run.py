@@ -41,7 +41,10 @@ sys.exit(main())
 
 FORKS = """
 import json, os, sys
-import h5py, httpx, hypothesis, pydantic, pytest, torch, xdist.plugin  # nothing of ours
+# Nothing of ours; with all that tests import of others a mistake takes a third of the time.
+import aiohttp, h5py, httpx, hypothesis, matplotlib, megatron.core.models.gpt, pyarrow, pydantic
+import pytest, rich.console, safetensors.torch, starlette.applications, submitit, torch.distributed
+import transformers, typer.testing, uvicorn, xdist.plugin
 for line in sys.stdin:
     out, *tests = json.loads(line)
     if child := os.fork():
@@ -82,7 +85,8 @@ class Copy:
         asked = "import relax_hpc; print(relax_hpc.__file__)"
         found = subprocess.check_output([self._python, "-I", "-c", asked], cwd=folder, text=True)
         assert Path(found).is_relative_to(self._tree.resolve()), f"tests would import {found}"
-        path = f"{self._python.parent}:{os.environ['PATH']}"
+        # MPI's launchers lie beside the interpreter that this one was made by.
+        path = f"{self._python.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         self._forks = subprocess.Popen(
             [self._python, "-c", FORKS, f"timeout={TEST_S}"],
             cwd=self._tree,

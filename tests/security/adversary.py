@@ -53,11 +53,7 @@ def needs_another_user():
 
 
 def talk(host, port, mark):
-    """Everything that is rude, each in a connection of its own, which stays open and silent.
-
-    Returns:
-        The connections.
-    """
+    """Returns connections that stay open and silent, one for everything that is rude."""
     openings = [
         b"",
         b"GET / HTTP/1.1\r\n\r\n",

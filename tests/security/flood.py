@@ -31,11 +31,7 @@ _STAY_S = 3.0
 
 
 def shoot(host: str, ports, kinds, per_s: float, seconds: float) -> int:
-    """Opens a connection for each request; most are closed at once.
-
-    Returns:
-        How many could be opened.
-    """
+    """Returns how many connections could be opened, one a request; most are closed at once."""
     begin, opened, silent = time.monotonic(), 0, deque()
     turns = zip(range(int(per_s * seconds)), itertools.cycle(itertools.product(kinds, ports)))
     for number, (kind, port) in turns:
@@ -61,14 +57,8 @@ def shoot(host: str, ports, kinds, per_s: float, seconds: float) -> int:
 def flood(host: str, ports, per_s: float, seconds: float = 600.0, kinds=tuple(KINDS)):
     """Shoots during the block."""
     command = [
-        sys.executable,
-        __file__,
-        host,
-        ",".join(map(str, ports)),
-        str(per_s),
-        str(seconds),
-        *kinds,
-    ]
+        sys.executable, __file__, host, ",".join(map(str, ports)), str(per_s), str(seconds), *kinds,
+    ]  # fmt: skip
     with subprocess.Popen(command) as shooter:
         try:
             yield shooter

@@ -164,16 +164,6 @@ def where_compiled(temporary, monkeypatch, said=None):
         return found, stat.S_IMODE(found.stat().st_mode) if found.exists() else None
 
 
-def test_what_torch_compiled_lies_in_a_folder_of_ours_that_stays(tmp_path, monkeypatch):
-    with permissions.set_umask(0):
-        first, mode = where_compiled(tmp_path, monkeypatch)
-    assert first.parent == tmp_path and mode == 0o700
-    (first / "kernel").touch()
-    assert where_compiled(tmp_path, monkeypatch) == (first, 0o700)
-    assert (first / "kernel").exists()
-    assert where_compiled(tmp_path, monkeypatch, "/mine") == (Path("/mine"), None)
-
-
 @pytest.mark.parametrize("planted", ["open to others", "open to the group", "a link", "a file"])
 def test_a_planted_folder_of_compiled_programs_is_not_used(tmp_path, monkeypatch, caplog, planted):
     folder, _ = where_compiled(tmp_path, monkeypatch)

@@ -143,19 +143,6 @@ def test_no_program_is_imported_that_others_may_have_written(with_part, place):
     assert mark.exists()
 
 
-def test_a_copy_that_another_user_wrote_is_not_imported(with_part):
-    needs_another_user()
-    paths, copy, mark = with_part
-    paths.programs.chmod(0o777)
-    os.chown(copy, NOBODY, -1)
-    with pytest.raises(ConfigError, match=f"{paths.programs}: .* others may write there"):
-        read_resolved(paths.config)
-    paths.programs.chmod(0o700)
-    with pytest.raises(ConfigError, match=f"{copy}: owner {NOBODY}, .*ask its owner$"):
-        read_resolved(paths.config)
-    assert not mark.exists()
-
-
 def test_a_replay_and_an_earlier_job_import_the_copies_of_the_run_under_the_same_rule(with_part):
     paths, copy, mark = with_part
     again, before = paths.replay(1, 1), paths.config_before(2)

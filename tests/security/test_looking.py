@@ -5,7 +5,6 @@ import importlib
 import io
 import json
 import os
-import re
 import secrets
 import sys
 import tempfile
@@ -141,26 +140,12 @@ def run_command(place, words, umask, monkeypatch):
 
 
 IMPORTS = [
-    "bus.tools.export",
-    "bus.tools.garbage",
-    "bus.tools.show",
-    "cli.demo.make_tiny",
-    "cli.init",
-    "cli.prepare",
-    "launch.cluster",
-    "launch.submit",
-    "runs.boards.export",
-    "runs.boards.finish",
-    "runs.cancel",
-    "runs.replay",
-    "runs.report",
-    "runs.resume",
-    "runs.scale.requests",
-    "runs.status",
-    "runs.viewer.output",
-    "runtime.telemetry.timeline",
+    "bus.tools.export", "bus.tools.garbage", "bus.tools.show", "cli.demo.make_tiny", "cli.init",
+    "cli.prepare", "launch.cluster", "launch.submit", "runs.boards.export", "runs.boards.finish",
+    "runs.cancel", "runs.replay", "runs.report", "runs.resume", "runs.scale.requests",
+    "runs.status", "runs.viewer.output", "runtime.telemetry.timeline",
     "trainer.checkpoints.convert",
-]
+]  # fmt: skip
 """What the commands import: a child may not read Python's own files where they are root's."""
 
 
@@ -303,26 +288,3 @@ def refusal(call):
     except ConfigError as error:
         return str(error)
     return "nothing was refused"
-
-
-def test_what_is_no_file_is_not_replaced(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to("/dev/null")
-    for name, what in {"pipe": "a pipe", "link": "a link"}.items():
-        with pytest.raises(ConfigError, match=f"{name}: is {what}; name another"), \
-             write_named(tmp_path / name, "--out", replace=True):  # fmt: skip
-            pass
-    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
-
-
-def test_no_draft_in_the_package_has_a_name_that_can_be_told():
-    """A draft's name has nothing of a process in it where others may write."""
-    package = Path(cli.__file__).parents[1]
-    found = [
-        f"{path.relative_to(package)}: {line.strip()}"
-        for path in sorted(package.rglob("*.py"))
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if re.search(r"\{(os\.)?getpid\(\)\}[^/]*(tmp|draft|\.part|png)", line)
-    ]
-    of_own_folders = ("bus/shards/shard_write.py",)  # O_EXCL, in a folder of the run
-    assert [line for line in found if not line.startswith(of_own_folders)] == []

@@ -16,10 +16,7 @@ READERS = {"load", "loads", "Unpickler", "open"}
 ALLOWED = {
     ("runtime/comm/world.py", "pickle.loads"): "behind a MAC, or of MPI, which Slurm makes",
     ("inference/embedded/server.py", "pickle.Unpickler"): "makes one class, or raises",
-    (
-        "trainer/megatron/checkpoint_files.py",
-        "pickle.Unpickler",
-    ): "makes listed classes, or raises",
+    ("trainer/megatron/checkpoint_files.py", "pickle.Unpickler"): "makes listed classes, or raises",
 }
 
 

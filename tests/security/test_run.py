@@ -101,19 +101,12 @@ def folder():
 def submitted(folder, umask, **changes):
     """The paths of a run of two trainer ranks and an engine, which is cancelled at the end."""
     settings = {
-        "name": f"umask-{umask:03o}",
-        "run_root": folder / "runs",
-        "model.path": folder / "model",
-        "prompts.train": folder / "train.jsonl",
-        "eval.heldout.path": folder / "heldout.jsonl",
-        "actor.layout.tensor_parallel": 2,
-        "actor.save_every": 1,
-        "schedule.num_steps": 2,
-        "schedule.prompts_per_step": 8,
-        "eval.heldout.every": 0,
-        "launch.max_restarts": 0,
+        "name": f"umask-{umask:03o}", "run_root": folder / "runs", "model.path": folder / "model",
+        "prompts.train": folder / "train.jsonl", "eval.heldout.path": folder / "heldout.jsonl",
+        "actor.layout.tensor_parallel": 2, "actor.save_every": 1, "schedule.num_steps": 2,
+        "schedule.prompts_per_step": 8, "eval.heldout.every": 0, "launch.max_restarts": 0,
         **{key.replace("__", "."): value for key, value in changes.items()},
-    }
+    }  # fmt: skip
     overrides = [f"{key}={value}" for key, value in settings.items()]
     paths = RunPaths(folder / "runs" / settings["name"])
     with permissions.set_umask(umask):

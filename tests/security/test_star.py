@@ -47,15 +47,6 @@ def test_ranks_meet_and_agree_among_strangers_that_shout_or_say_nothing(tmp_path
         connection.close()
 
 
-def test_silent_strangers_beyond_the_limit_make_room_for_a_rank(tmp_path, monkeypatch):
-    monkeypatch.setattr("relax_hpc.runtime.comm.world._MOST_STRANGERS", 4)
-    first = join(0, 2, tmp_path / "rendezvous")
-    silent = [socket.create_connection(first._hub.address) for _ in range(40)]
-    assert agree([first, join(1, 2, tmp_path / "rendezvous")]) == [["rank 0", "rank 1"]] * 2
-    for connection in silent:
-        connection.close()
-
-
 def test_who_has_the_key_of_another_start_is_not_let_in_and_says_so(tmp_path):
     first = join(0, 2, tmp_path / "rendezvous")
     with pytest.raises(PeerTimeoutError, match=r"did not let rank 1 in .* MAC"):

@@ -86,16 +86,6 @@ def test_components_have_their_own_tasks_nodes_gpus_results_and_logs(tmp_path, n
     assert (RunPaths(run_dir).submission / f"{job.job_id}_batch.log").exists()
 
 
-def test_an_exception_is_in_the_log_and_ends_the_other_component(tmp_path):
-    calls = {"rollout": ["sleep_for_ever", tmp_path / "started"]}
-    calls["actor"] = ["raise_until", 9, "boom in a component"]
-    job = submit(tmp_path, [tasks("rollout", 1), tasks("actor", 1)], calls)
-    assert set(final_states(job).values()) == {"FAILED"}
-    said = left(tmp_path, job, "actor").log(0, "err").read_text()
-    assert "ValueError: boom in a component" in said
-    assert "giving up" in script_log(tmp_path, job)
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_interpreter_that_does_not_start_is_named(tmp_path, count):
     """Before tasks have logs of their own: of several it is the node that is known."""
@@ -151,26 +141,6 @@ def test_a_step_whose_srun_and_helper_were_killed_is_ended_and_starts_again(tmp_
     assert "actor: start 1 ended with exit code 137" in log and "actor: ending step" in log
 
 
-def test_a_task_that_is_done_does_not_end_the_others_of_its_step(tmp_path):
-    calls = {"rollout": ["take_your_time", 6], "actor": ["who_am_i"]}  # WaitTime is 2
-    job = submit(tmp_path, [tasks("rollout", 2, nodes=2), tasks("actor", 1)], calls)
-    assert set(final_states(job).values()) == {"COMPLETED"}
-    assert results(tmp_path, "rollout", 2) == [1, 1]
-
-
-def test_cancel_ends_every_component_and_nothing_is_started_again(tmp_path):
-    started = [tmp_path / "a", tmp_path / "b"]
-    calls = {
-        role: ["sleep_for_ever", path]
-        for role, path in zip(("rollout", "actor"), started, strict=True)
-    }
-    job = submit(tmp_path, [tasks(role, 1) for role in calls], calls, max_restarts=3)
-    until(lambda: all(path.exists() for path in started), 60)
-    job.cancel()
-    assert set(final_states(job).values()) == {"CANCELLED"}
-    assert "start 2" not in script_log(tmp_path, job)
-
-
 def test_after_a_requeue_the_attempt_is_new_and_the_components_run_again(tmp_path):
     started = tmp_path / "started"
     calls = {"rollout": ["sleep_at_the_first_attempt", started], "actor": ["who_am_i"]}
@@ -199,23 +169,6 @@ def test_one_component_alone_is_an_ordinary_job_that_is_restarted_and_requeued(t
     until(left(tmp_path / "requeued", requeued, "actor").done(0).exists, 120)
     assert results(tmp_path / "requeued", "actor", 1) == [f"{requeued.job_id}.1"]
     assert final_states(requeued) == {requeued.job_id: "COMPLETED"}
-
-
-@pytest.mark.skipif(shutil.which("ompi_info") is None, reason="Open MPI is not installed")
-def test_each_component_is_one_mpi_world_of_its_own(tmp_path):
-    plugins = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True)
-    if "pmix" not in plugins.stdout + plugins.stderr:
-        pytest.skip("Slurm's pmix plugin is not installed")
-    components = [
-        tasks("rollout", 2, "mpi", nodes=2, mpi="pmix"),
-        tasks("actor", 3, "mpi", mpi="pmix"),
-    ]
-    job = submit(tmp_path, components, {"rollout": ["mpi_world"], "actor": ["mpi_world"]})
-    assert exit_code(tmp_path, job.job_id, 120) == 0
-    rollout, actor = results(tmp_path, "rollout", 2), results(tmp_path, "actor", 3)
-    assert [(rank, size) for rank, size, _ in rollout] == [(0, 2), (1, 2)]
-    assert [(rank, size) for rank, size, _ in actor] == [(0, 3), (1, 3), (2, 3)]
-    assert len(set(rollout[0][2])) == 2, "one world over two nodes"
 
 
 @pytest.mark.skipif(shutil.which("ompi_info") is None, reason="Open MPI is not installed")

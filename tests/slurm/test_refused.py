@@ -39,7 +39,6 @@ def folder(tmp_path):
     ("setting", "message"),
     [
         ("partition='mian'", "partition = 'mian': no such partition; did you mean main?"),
-        ("gpus_per_node=8", "gpus_per_node = 8: 0 nodes of partition main have as many, 1 are"),
         ("nodes=5", "count = 1: does not divide over 5 nodes; use a multiple of 5"),
         ("sbatch=['--no-such-option']", "sbatch refused the job: sbatch: unrecognized option"),
     ],
@@ -64,28 +63,3 @@ def test_what_a_preemption_costs_is_said_before_a_job_is_queued(folder):
         [*command[:-1], "main"], cwd=folder, capture_output=True, text=True, timeout=60
     )
     assert answer.returncode == 0 and "preempt" not in answer.stderr
-
-
-@pytest.fixture
-def hidden():
-    """Makes a partition that is left out where nobody asks for all; root is always shown it."""
-    partition = ["PartitionName=hidden", "Nodes=ALL", "Hidden=YES", "MaxTime=60"]
-    subprocess.run(["scontrol", "create", *partition], check=True, timeout=60)
-    yield
-    subprocess.run(["scontrol", "delete", partition[0]], check=True, timeout=60)
-
-
-@pytest.mark.usefixtures("hidden")
-def test_a_hidden_partition_is_one_with_its_limits(folder):
-    for options, message in (
-        (["-t", "60"], "Slurm would start it at 20"),
-        (["-t", "61"], "time = '61': partition hidden lets jobs run for 01:00:00; ask for less"),
-        (["-t", "0"], "time = '0': partition hidden lets jobs run for 01:00:00; ask for less"),
-        (
-            ["--set", "engines.rollout.resources.mpi='pmxi'"],
-            "mpi = 'pmxi': is not known to srun; did you mean pm",
-        ),
-    ):
-        command = [CLI, "check", "job.toml", "-p", "hidden", *options]
-        answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
-        assert message in answer.stderr, answer.stderr

@@ -33,10 +33,7 @@ def job(tmp_path):
                 "name": "run",
                 "run_root": str(tmp_path / "runs"),
                 "model": {"path": str(tmp_path / "model"), "dtype": "float32"},
-                "prompts": {
-                    "train": str(tmp_path / "train.jsonl"),
-                    "chat_template": False,
-                },
+                "prompts": {"train": str(tmp_path / "train.jsonl"), "chat_template": False},
                 "eval": {"heldout": {"path": str(tmp_path / "heldout.jsonl")}},
                 "schedule": {"num_steps": 100000, "prompts_per_step": 2},
                 "rollout": {"samples_per_prompt": 2, "max_new_tokens": 4},

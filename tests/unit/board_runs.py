@@ -2,27 +2,18 @@
 
 import json
 
+from job_trees import job_of
 from tensorboard.backend.event_processing import plugin_event_accumulator as shown
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from relax_hpc.config import job_file
 from relax_hpc.runtime.paths import RunPaths
-
-JOB = {
-    "name": "run",
-    "model": {"path": "m"},
-    "prompts": {"train": "t"},
-    "schedule": {"num_steps": 9},
-    "eval": {"heldout": {"path": "h"}, "other": {"path": "o"}},
-}
 
 
 def make(folder, **sections):
     """A run directory; a section that is None is not in its job."""
     paths = RunPaths(folder / "run")
     paths.root.mkdir()
-    tree = {name: value for name, value in (JOB | sections).items() if value is not None}
-    config = job_file.validate(tree, source="test")
+    config = job_of(**{"eval": {"heldout": {"path": "h"}, "other": {"path": "o"}}} | sections)
     paths.config.write_text(config.model_dump_json())
     return paths, config
 

@@ -109,11 +109,3 @@ class Client:
         status, made = await self.post(messages, **fields)
         assert status == 200, made
         return made["choices"][0]["message"]
-
-    async def text(self, messages, **fields):
-        """All of a stream."""
-        body = {"model": "any", "messages": messages, "stream": True} | fields
-        async with self.http.post(
-            f"{self.base_url}/chat/completions", json=body, headers=self.headers
-        ) as answer:
-            return answer.status, await answer.text()

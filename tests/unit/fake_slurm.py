@@ -5,7 +5,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_hpc.config.job_file import validate
+from job_trees import job_of
+
 from relax_hpc.launch import record, states
 from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
 from relax_hpc.runtime.files.records import write_json
@@ -93,17 +94,8 @@ def make(tmp_path: Path, monkeypatch, earlier=()) -> FakeSlurm:
     monkeypatch.setenv("PATH", f"{fake.folder}:/usr/bin:/bin")
     states.has_accounting.cache_clear()
     monkeypatch.setattr("relax_hpc.runs.resume._check_inputs", lambda *_: None)  # there are none
-    config = validate(
-        {
-            "name": "run",
-            "run_root": str(fake.run_dir.parent),
-            "model": {"path": "model"},
-            "prompts": {"train": "t"},
-            "schedule": {"num_steps": 30},
-            "engines": {"rollout": {"resources": {"max_nodes": 3}}},
-        },
-        source="test",
-    )
+    root, pool = str(fake.run_dir.parent), {"resources": {"max_nodes": 3}}
+    config = job_of(run_root=root, schedule__num_steps=30, engines__rollout=pool)
     paths = RunPaths(fake.run_dir)
     write_json(paths.config, config.model_dump(mode="json"))
     before: tuple[LaunchRecord, ...] = ()

@@ -3,7 +3,6 @@
 import asyncio
 import ctypes
 import os
-import select
 import sys
 import threading
 import time
@@ -22,12 +21,6 @@ def hold_the_interpreter():
     sleep = ctypes.PyDLL(None).sleep
     while True:  # a signal ends one sleep
         sleep(60)
-
-
-def wait_for_a_lock():
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
 
 
 def in_a_collective():
@@ -59,20 +52,6 @@ def go_on():
     for _ in range(20):
         time.sleep(LEAST_S / 5)
         heartbeat.beat()
-
-
-def keep_a_record():
-    """Waits as torch's flight recorder does, for something in a pipe."""
-    pipe = f"{os.environ['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}{sys.argv[2]}.pipe"
-    os.mkfifo(pipe)
-    fd = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-
-    def dump():
-        select.select([fd], [], [])
-        Path(f"{os.environ['TORCH_FR_DUMP_TEMP_FILE']}{sys.argv[2]}").write_bytes(os.read(fd, 1))
-
-    threading.Thread(target=dump, daemon=True).start()
-    time.sleep(60)
 
 
 def compute():

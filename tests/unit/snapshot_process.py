@@ -2,14 +2,12 @@
 
 import multiprocessing
 import os
-import resource
 import signal
 from contextlib import nullcontext
 from unittest import mock
 
 import torch
 
-from relax_hpc.errors import SnapshotError
 from relax_hpc.runtime.comm.bucket import Spec
 from relax_hpc.runtime.comm.world import SoloWorld
 from relax_hpc.weights.snapshot import SnapshotWriter
@@ -52,16 +50,6 @@ def write(world, source, version, tensors, root, **options):
     if world.rank == 0:
         return ranks.write_snapshot(version, iter(tensors.items()), in_use=())
     return ranks.publish(iter(tensors.items()))
-
-
-def write_little(source, root, told):
-    """Under a limit of the kernel on the size of files."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, 1 << 12))
-    try:
-        write(SoloWorld(), source, 3, {"a": torch.zeros(1 << 16)}, root)
-    except SnapshotError as error:
-        told.write_text(str(error))
 
 
 KILLED_AT = {

@@ -4,14 +4,7 @@ import pytest
 import torch
 
 from relax_hpc.data.media.extent import audio_tokens
-from relax_hpc.trainer.models import qwen3_omni_moe
-from relax_hpc.trainer.models.architecture import (
-    Architecture,
-    AudioArchitecture,
-    SoundWindow,
-    windows_of,
-)
-from relax_hpc.trainer.models.rope import Rope
+from relax_hpc.trainer.models.architecture import AudioArchitecture, SoundWindow, windows_of
 from relax_hpc.trainer.models.towers import SoundTower
 
 SHAPE = AudioArchitecture(
@@ -53,32 +46,24 @@ def sound(frames):
     return torch.randn(SHAPE.bins, frames, generator=torch.Generator().manual_seed(frames))
 
 
-def gradients_of(model):
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize("frames", LENGTHS)
-def test_features_of_a_sound_are_hugging_faces(towers, frames):
-    other, own = towers
-    expected = other(sound(frames), feature_lens=torch.tensor([frames])).last_hidden_state
-    found = own(sound(frames), windows_of(frames, SHAPE.chunks))
-    assert found.shape == expected.shape
-    assert (found - expected).abs().max() < 2e-6 * expected.abs().max()
-
-
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_of_several_sounds_are_the_sums_of_hugging_faces(towers, recompute):
+def test_features_and_gradients_of_several_sounds_are_hugging_faces(towers, recompute):
     """Ours of all sounds at once, theirs of one after the other: a batch would pad short ones."""
     other, own = towers
     above = {frames: sound(audio_tokens(frames, 100) * 2).T for frames in LENGTHS}
     other.zero_grad(), own.zero_grad()
+    features = []
     for frames in LENGTHS:
-        features = other(sound(frames), feature_lens=torch.tensor([frames])).last_hidden_state
-        features.backward(above[frames].reshape(-1, SHAPE.out_size))
+        features += [other(sound(frames), feature_lens=torch.tensor([frames])).last_hidden_state]
+        features[-1].backward(above[frames].reshape(-1, SHAPE.out_size))
     windows = [each for frames in LENGTHS for each in windows_of(frames, SHAPE.chunks)]
     found = own(torch.cat([sound(n) for n in LENGTHS], 1), windows, recompute=recompute)
+    assert (found - torch.cat(features)).abs().max() < 2e-6 * found.abs().max()
     found.backward(torch.cat([above[n].reshape(-1, SHAPE.out_size) for n in LENGTHS]))
-    expected, gradients = gradients_of(other), gradients_of(own)
+    expected, gradients = (
+        {name: parameter.grad for name, parameter in model.named_parameters()}
+        for model in (other, own)
+    )
     assert gradients.keys() == expected.keys()
     for name, theirs_ in expected.items():
         # What is added to all keys alike changes no attention: its gradient is rounding.
@@ -99,20 +84,3 @@ def test_windows_by_hand():
     for frames in range(1, 400):
         tokens = sum(window.tokens for window in windows_of(frames, 2))
         assert tokens == audio_tokens(frames, 100), frames
-
-
-def test_the_table_of_names_is_the_modules():
-    shape = Architecture(
-        "qwen3_omni_moe", 2, 40, 80, 2, 2, 20, 64, 64, 1e-6, Rope("default", 1e4), False,
-        audio=SHAPE,
-    )  # fmt: skip
-    table = {
-        name: size
-        for parameter in qwen3_omni_moe.hearing(shape)
-        for name, size in parameter.hf.items()
-    }
-    expected = {
-        f"thinker.audio_tower.{name}": tuple(p.shape)
-        for name, p in theirs(SHAPE).named_parameters()
-    }
-    assert table == expected

@@ -1,12 +1,9 @@
 """`relax-hpc eval`: what it refuses before anything starts, and the table of what a run keeps."""
 
-import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from relax_hpc.cli.main import app
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch.evaluate import EvaluationRequest, job_of
 from relax_hpc.roles.rollout.heldout import Due, HeldoutRow, ScoreBoard, TaskScore
@@ -18,13 +15,11 @@ SET = ("--set", "heldout=heldout.jsonl")
 REFUSED = {
     ("model",): "no set of prompts is named; add --set NAME=FILE, or --job with [eval]",
     ("nothing", *SET): "nothing: is no run (run.json, there or under runs/) and no model (config.",
-    ("model", *SET, "--set", "heldout=x"): "--set heldout=x: there are two of that name",
     ("model", *SET, "--k", "1,5", "--samples", "4"): "heldout: k = 5: there are 4 samples of a",
     ("model", "--set", "model.dtype=float32"): "is --key model.dtype=float32",
     ("model", *SET, "--key", "rollout.max_new_tokens=99999999"): "positions; use ",
     ("model", "--job", "wide.toml"): "engines.rollout.nodes_per_engine = 2: relax-hpc eval starts",
     ("runs/old", "--samples", "4"): "--samples: runs/old is a run, whose samples are there; leave",
-    ("old", "--set", "h=x"): "--set h=x: no evaluation of it is in runs/old; there are: none yet",
     ("model", *SET, "--name", "old"): "--name old: ",
 }
 
@@ -44,29 +39,18 @@ def test_what_cannot_be_evaluated_is_refused_in_a_line(job, refused, arguments):
 
 
 def test_an_evaluation_has_what_a_job_says_of_sampling_and_nothing_of_training(job):
-    own = """
-[reward]
-name = "coin"
-[engines.rollout]
-count = 4
-engines_per_task = 2
-placement = "actor"
-[actor.layout]
-data_parallel = 4
-"""
-    text = (
-        Path("job.toml")
-        .read_text(encoding="utf-8")
-        .replace("[schedule]", "[schedule]\nmax_staleness = 0")
-    )
-    Path("job.toml").write_text(text + own, encoding="utf-8")
+    text = Path("job.toml").read_text(encoding="utf-8")
+    text = text.replace("[schedule]", "[schedule]\nmax_staleness = 0")
+    pool = '[engines.rollout]\ncount = 4\nengines_per_task = 2\nplacement = "actor"\n'
+    text += f'[reward]\nname = "coin"\n{pool}[actor.layout]\ndata_parallel = 4\n'
+    Path("job.toml").write_text(text, encoding="utf-8")
+    sampling = {"samples_per_prompt": 4, "temperature": 0.8}
     asked = EvaluationRequest(
-        Path("model"), Path("job.toml"), {"more": "train.jsonl"},
-        {"samples_per_prompt": 4, "temperature": 0.8}, ["rollout.max_new_tokens=9"], "try",
-    )  # fmt: skip
+        Path("model"), Path("job.toml"), {"more": "train.jsonl"}, sampling, name="try"
+    )
     config = job_of(asked)
     assert (config.name, config.run_dir) == ("try", Path("runs/try").absolute())
-    assert (config.reward.name, config.rollout.max_new_tokens) == ("coin", 9)
+    assert config.reward.name == "coin"
     pool = config.rollout_pool
     assert (pool.placement, pool.count, pool.num_hosts) == ("own", 2, 1)
     heldout, more = config.eval.values()
@@ -103,7 +87,7 @@ class Made:
         ScoreBoard(self.paths, rank, 2).add(due, share, rows)
 
 
-BEFORE, DURING, AFTER = Due("h", "before", 0), Due("h", "during", 1), Due("h", "after", 0)
+BEFORE, DURING = Due("h", "before", 0), Due("h", "during", 1)
 
 
 @pytest.fixture
@@ -116,23 +100,6 @@ def made(tmp_path):
     return made
 
 
-def test_samples_without_a_score_are_in_no_figure_and_are_counted(made):
-    rows = [
-        HeldoutRow(0, n, score, {}, 30, 30, "stop", 3, [boxed("7")], "", failed)
-        for n, (score, failed) in enumerate([(1.0, False), (None, True), (0.0, True), (1.0, False)])
-    ]
-    share = TaskScore.of(rows)
-    assert (share.correct, share.num_samples, share.num_masked) == (2.0, 3, 1)
-    with EventWriter(made.paths.events("rollout", 0), "rollout", 0) as events:
-        events.emit("eval", headline=True, tasks=2, **AFTER._asdict(), **share._asdict())
-    ScoreBoard(made.paths, 0, 2).add(AFTER, share, rows)
-    after = evaluations.collect(made.root)[-1]
-    assert (after.all.num_samples, after.reward_errors, after.masked) == (3, 2, 1)
-    assert after.all.mean.value == pytest.approx(2 / 3)
-    said = evaluations.text([after])
-    assert "  rewards that failed, after, policy 30: 2, 1 of them in no figure" in said
-
-
 def test_shares_of_tasks_are_one_evaluation_though_their_policies_differ(made):
     before, during = evaluations.collect(made.root)
     assert (before.when, before.version, before.version_max) == ("before", 0, 0)
@@ -141,11 +108,10 @@ def test_shares_of_tasks_are_one_evaluation_though_their_policies_differ(made):
     assert before.all.mean.value == pytest.approx(6 / 12)
     assert before.all.truncated.value == pytest.approx(4 / 12)
     assert list(before.all.pass_at) == [1, 4]
-    assert before.all.pass_at[4].value == pytest.approx(2 / 3)
-    assert before.all.pass_all[4].value == pytest.approx(1 / 3)
+    passed = before.all.pass_at[4].value, before.all.pass_all[4].value
+    assert passed == pytest.approx((2 / 3, 1 / 3))
     assert before.all.majority_at[4].value == pytest.approx((1 / 2 + 0 + 1) / 3)
-    assert before.subsets["even"].mean.value == 0.5
-    assert before.subsets["odd"].num_prompts == 2
+    assert before.subsets["even"].mean.value == 0.5 and before.subsets["odd"].num_prompts == 2
     assert before.missing_tasks == 0
 
 
@@ -170,18 +136,6 @@ def test_samples_that_are_not_there_yet_are_said_to_be_missing(made):
     assert "tasks whose samples are missing: 1" in evaluations.text([during])
 
 
-def test_the_command_prints_a_table_or_json(made, monkeypatch):
-    monkeypatch.chdir(made.root.parent.parent)
-    printed = CliRunner().invoke(app, ["eval", "try", "--k", "2"])
-    assert printed.exit_code == 0 and "pass^2" in printed.output and "pass@4" not in printed.output
-    said = CliRunner().invoke(app, ["eval", "try", "--set", "h", "--json"])
-    before, during = json.loads(said.output)
-    assert before["all"]["pass_at"]["4"]["value"] == pytest.approx(2 / 3)
-    assert during["subsets"]["even"]["mean"] == {"value": 0.75, "error": None}
-    lower = json.loads(CliRunner().invoke(app, ["eval", "try", "--right", "0", "--json"]).output)
-    assert lower[0]["all"]["pass_at"]["1"]["value"] == 1.0
-
-
 def test_mistakes_are_named(made):
     with pytest.raises(ConfigError, match=r"h, before: prompt 0: k = 5: there are 4 samples"):
         evaluations.collect(made.root, ks=[1, 5])
@@ -198,9 +152,7 @@ def test_mistakes_are_named(made):
     ("response", "answer"),
     [
         (boxed(7) + boxed("8.0"), "8"),
-        (boxed("1,000"), "1000"),
         (boxed(r"\frac{1}{2}"), "1/2"),
-        (boxed("x + 1"), "x+1"),
         ("Answer: 3 " + boxed(4), "4"),
         (f"<think>{boxed(1)}</think>{boxed(2)}", "2"),
         (f"<think>{boxed(1)}", None),

@@ -14,7 +14,6 @@ from relax_hpc.cli import main as cli
 from relax_hpc.config.job_file import load
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import preflight
 from relax_hpc.launch.submit import resolve
 from relax_hpc.roles.training import check as training_check
 from relax_hpc.runtime.files.records import write_text
@@ -24,20 +23,22 @@ NOBODY = 65534
 
 
 @pytest.fixture
-def as_another(job, monkeypatch):
-    """The job in a folder of another user's, as whom the test goes on: root may read all."""
-    folder = Path(tempfile.mkdtemp())
-    shutil.copytree(job, folder, dirs_exist_ok=True)
-    monkeypatch.chdir(folder)
-    is_root = os.geteuid() == 0
-    if is_root:
-        for path in (folder, *folder.rglob("*")):
-            os.chown(path, NOBODY, NOBODY)
-        os.seteuid(NOBODY)
-    yield folder
+def elsewhere():
+    """A folder for everybody, and a function: root, who may read all, goes on as nobody."""
+    folder, is_root = Path(tempfile.mkdtemp()), os.geteuid() == 0
+    (folder / "run").mkdir()
+
+    def step_down(*given):
+        folder.chmod(0o755)
+        if is_root:
+            for path in given:
+                os.chown(path, NOBODY, NOBODY)
+            os.seteuid(NOBODY)
+
+    yield folder, step_down
     if is_root:
         os.seteuid(0)
-    for path in (folder, *folder.rglob("*")):
+    for path in folder.iterdir():
         path.chmod(0o700)
     shutil.rmtree(folder)
 
@@ -50,36 +51,17 @@ def said_by_main(capsys):
     return said
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["job.toml", "train.jsonl", "model", "model/model.safetensors", "model/tokenizer.json"],
-)
-def test_what_may_not_be_read_is_said_to_be_so(as_another, name, monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["job.toml", "train.jsonl", "model", "model/model.safetensors"])
+def test_what_may_not_be_read_is_said_to_be_so(job, elsewhere, name, monkeypatch, capsys):
+    folder, step_down = elsewhere
+    shutil.copytree(job, folder, dirs_exist_ok=True)
+    monkeypatch.chdir(folder)
+    step_down(folder, *folder.rglob("*"))
     Path(name).chmod(0)
     monkeypatch.setattr(sys, "argv", ["relax-hpc", "submit", "job.toml", "--local"])
     said = said_by_main(capsys)
     assert name in said and "may not be read by you; ask its owner" in said
     assert not Path("runs").exists()
-
-
-def test_a_run_root_below_a_folder_that_cannot_be_entered_is_refused(as_another):
-    Path("closed").mkdir(mode=0)
-    with pytest.raises(ConfigError, match=r"run_root = .*: Permission denied; choose a folder"):
-        preflight.check_run_dir(as_another / "closed" / "deep" / "run", "run")
-    Path("closed").chmod(0o500)
-    with pytest.raises(ConfigError, match=r"run_root = .*cannot be written to; choose a folder"):
-        preflight.check_run_dir(as_another / "closed" / "deep" / "run", "run")
-
-
-OBJECTS = ["tokenizer_config.json", "tokenizer.json"]
-
-
-@pytest.mark.parametrize("name", OBJECTS)
-@pytest.mark.parametrize("content", ["[1]", "5", "{", "", "[" * 100_000])
-def test_a_tokenizers_file_of_another_shape_is_named(refused, name, content):
-    Path("model", name).write_text(content, encoding="utf-8")
-    said = refused("submit", "job.toml", "--local")
-    assert f"model/{name}: is " in said and "download it again" in said and "\n" not in said
 
 
 def test_weights_to_begin_with_become_absolute_and_are_checked(refused, job):
@@ -137,48 +119,27 @@ def test_the_whole_check_asks_about_engines_in_turn_quantized_ones_and_the_refer
     assert message in said and "\n" not in said
 
 
-@pytest.fixture
-def anothers_run():
-    """Makes a run of a mode; root goes on as another user, who is not its owner."""
-    folder, is_root = Path(tempfile.mkdtemp()), os.geteuid() == 0
-
-    def make(mode):
-        run = folder / "run"
-        run.mkdir()
-        (run / "run.json").write_text("{}")
-        run.chmod(mode)
-        folder.chmod(0o755)
-        if is_root:
-            os.seteuid(NOBODY)
-        return run
-
-    yield make
-    if is_root:
-        os.seteuid(0)
-    (folder / "run").chmod(0o700)
-    shutil.rmtree(folder)
+def anothers_run(mode, folder, step_down):
+    run = folder / "run"
+    (run / "run.json").write_text("{}")
+    run.chmod(mode)
+    step_down()
+    return run
 
 
-@pytest.mark.parametrize(
-    "command",
-    [["status"], ["peek"], ["view"], ["logs"], ["eval"], ["cancel"], ["resume"], ["scale", "list"],
-     ["bus", "ls"]],
-    ids=" ".join,
-)  # fmt: skip
+@pytest.mark.parametrize("command", [["status"], ["eval"], ["cancel"], ["bus", "ls"]], ids=" ".join)
 def test_a_run_that_may_not_be_looked_into_is_not_said_to_be_none(
-    anothers_run, monkeypatch, capsys, command
+    elsewhere, monkeypatch, capsys, command
 ):
-    run = anothers_run(0)
+    run = anothers_run(0, *elsewhere)
     monkeypatch.setattr(sys, "argv", ["relax-hpc", *command, str(run)])
     said = said_by_main(capsys)
     assert said.startswith(f"{run}: is of user ") and ", mode 0000: may not be read" in said
     assert "no such run" not in said
 
 
-def test_a_run_that_may_not_be_written_to_is_named_with_its_owner(
-    anothers_run, monkeypatch, capsys
-):
-    run = anothers_run(0o555)
+def test_a_run_that_may_not_be_written_to_is_named_with_its_owner(elsewhere, monkeypatch, capsys):
+    run = anothers_run(0o555, *elsewhere)
     monkeypatch.setattr(cli, "app", lambda **_: write_text(run / "summary.json", "{}"))
     said = said_by_main(capsys)
     assert said.startswith(f"{run}: is of user ") and "mode 0555" in said

@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,18 +11,13 @@ from relax_hpc.data.tokenizer import load
 from relax_hpc.trainer.models.registry import read_architecture
 
 GOOD = json.dumps({"prompt": "1+1=", "answer": "2"})
-DEEP = "[" * 100_000 + "]" * 100_000
 PROMPTS = {
     '{"prompt": "\\ud800", "answer": "2"}': r"has \ud800, half of a character; write the",
-    f'{{"prompt": {DEEP}, "answer": "2"}}': "is nested too deeply; write one object per line",
     '{"prompt": "", "answer": "2"}': "the prompt is empty; write one, or remove the line",
-    '{"prompt": [{"role": "user", "content": ""}], "answer": "2"}': "the prompt is empty",
     '{"prompt": null, "answer": "2"}': "prompt = None: must be text, or messages of",
     '{"prompt": [{"role": "user", "content": ["x"]}], "answer": "2"}': "must be text, or messages",
     '{"prompt": "x", "answer": NaN}': "answer = nan: must be text, a number or a list of one",
     '{"Prompt": "x", "answer": "2"}': "has no prompt; it has Prompt, answer; set ",
-    '"prompt"': "is not an object; write one object per line",
-    '{"prompt": "x", "answer": "2"} {"prompt": "y"}': "is not JSON: Extra data",
     f'{{"prompt": {json.dumps("x" * 5000)}, "answer": "2"}}': "has 5006 tokens, prompts.max_prom",
 }
 
@@ -62,7 +55,7 @@ def test_a_token_that_the_model_has_not_is_named_with_its_line(refused, more):
     assert f"('<|new{free}|>'), and the model has {len(tokens) - 1} (vocab_size" in said
 
 
-@pytest.mark.parametrize("answer", ["Paris", "1/2", "1e3", "", "1,00"])
+@pytest.mark.parametrize("answer", ["1/2", "", "1,00"])
 def test_an_answer_that_the_reward_can_never_match_is_refused_with_line_and_count(refused, answer):
     lines = [GOOD, "", json.dumps({"prompt": "x", "answer": answer}), GOOD] * 2
     Path("train.jsonl").write_text("\n".join(lines), encoding="utf-8")
@@ -73,8 +66,12 @@ def test_an_answer_that_the_reward_can_never_match_is_refused_with_line_and_coun
         "1,000, or remove the line (2 of 6 answers are so; "
         'prompts.bad_rows = "skip" leaves them out)'
     )
-    any_answer = ("--set", "reward.name=random", "--set", "prompts.max_prompt_tokens=2")
-    assert "prompts.max_prompt_tokens" in refused("submit", "job.toml", "--local", *any_answer)
+    short = ("--set", "prompts.max_prompt_tokens=2")  # which is looked at next
+    any_answer = ("--set", "reward.name=random")
+    assert "prompts.max_prompt_tokens" in refused("check", "job.toml", *short, *any_answer)
+    good = [json.dumps({"prompt": "x", "answer": each}) for each in (" 75 ", "-0.5", "+1,000.25")]
+    Path("train.jsonl").write_text("\n".join(good), encoding="utf-8")
+    assert "prompts.max_prompt_tokens" in refused("check", "job.toml", *short)
 
 
 def test_how_many_rows_cannot_be_used_is_said_and_what_leaves_them_out(refused):
@@ -96,29 +93,11 @@ def test_how_many_rows_cannot_be_used_is_said_and_what_leaves_them_out(refused):
     assert long.endswith('or remove the line; prompts.bad_rows = "skip" leaves such lines out')
 
 
-@pytest.mark.parametrize("answer", ["75", " 75 ", "-0.5", "+1,000", "1,000,000.25", "007"])
-def test_an_answer_that_can_be_matched_is_none_of_these(refused, answer):
-    Path("train.jsonl").write_text(json.dumps({"prompt": "x", "answer": answer}), encoding="utf-8")
-    small = ("--set", "prompts.max_prompt_tokens=2")
-    assert "prompts.max_prompt_tokens" in refused("submit", "job.toml", "--local", *small)
-
-
-def test_csv_becomes_json_lines_as_the_page_says(job):
-    page = (Path(__file__).parents[2] / "docs/how-to/data.md").read_text()
-    command = next(line for line in page.splitlines() if line.startswith("python -c"))
-    Path("train.csv").write_text('prompt,answer\n"1+1=, or?",2\n', encoding="utf-8")
-    subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True)
-    made = Path("train.jsonl").read_text(encoding="utf-8")
-    assert json.loads(made) == {"prompt": "1+1=, or?", "answer": "2"}
-
-
 TEMPLATES = {
     "{{ raise_exception('roles must\nalternate') }}": "train.jsonl, line 1: the chat template "
     "refuses it: roles must (JINJA, line 1); correct the roles or their order",
     "{% for m in messages %}\n{{ m.role ": "JINJA, line 2: the chat template is no valid one: un",
-    "\n\n{% endfor %}": "JINJA, line 3: the chat template is no valid one: Encountered unknown tag",
     "{{ 1 }}\n{{ nowhere.known }}": "JINJA, line 2: the chat template fails: UndefinedError: ",
-    "\n{{ 'a' + 1 }}": "JINJA, line 2: the chat template fails: TypeError: ",
     "{{ messages.__class__.__mro__ }}": "JINJA, line 1: the chat template fails: SecurityError",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "the chat template fails: RecursionError",
     "{{ range(1000000000) | list }}": "JINJA, line 1: the chat template fails: OverflowError",
@@ -139,10 +118,8 @@ KINDS = {
     "socket": (None, "is a socket or a device; name"),
     "device": (None, "is a device; name"),
     "dangling": (lambda path: path.symlink_to("nowhere"), "no such file; name"),
-    "below a file": (None, "no such file; name"),
     "gzip": (lambda path: path.write_bytes(b"\x1f\x8b\x08\0"), "is compressed (gzip), unpack it"),
     "utf-16": (lambda path: path.write_text(GOOD, "utf-16"), "is UTF-16 text, save it as UTF-8"),
-    "parquet": (lambda path: path.write_bytes(b"PAR1PAR1"), "is Parquet; name"),
 }
 
 
@@ -157,8 +134,6 @@ def test_what_is_no_file_of_text_is_refused_and_nothing_waits_for_it(refused, na
         path.symlink_to("/dev/zero")
     elif kind == "socket":
         socket.socket(socket.AF_UNIX).bind(name)
-    elif kind == "below a file":
-        path.symlink_to("model/config.json/x")
     else:
         make(path)
     said = refused("submit", "job.toml", "--local")

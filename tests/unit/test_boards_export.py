@@ -8,10 +8,10 @@ import struct
 import subprocess
 import sys
 import time
-import warnings
 
 import pytest
 from board_runs import curves, evaluation, event, make, read, step, write
+from job_trees import job_of
 from toys import until
 from typer.testing import CliRunner
 
@@ -26,15 +26,13 @@ class FakeService:
     """Takes what it is given, and refuses what a service may refuse."""
 
     def __init__(self, run):
-        self.run, self.points, self.texts, self.ended = run, [], [], []
+        self.run, self.points, self.ended = run, [], []
 
     def log(self, step, values, time):
         assert values and not self.ended and time > 0
         self.points += [(tag, step, value) for tag, value in values.items()]
 
-    def say(self, text):
-        self.texts.append((text.tag, text.step))
-
+    def say(self, text): ...
     def finish(self, *, failed):
         self.ended.append("failed" if failed else "finished")
 
@@ -42,24 +40,22 @@ class FakeService:
         self.ended.append("paused")
 
 
-def export_of(run, made):
-    def make_service(described):
-        made.append(FakeService(described))
-        return made[-1]
-
-    paths, config = run
-    return Export(paths, config, "wandb", offline=True, make=make_service)
-
-
 def test_each_point_is_sent_once_over_restarts_of_run_and_sender(tmp_path):
     run, made = make(tmp_path), []
-    first = export_of(run, made)
+
+    def export():
+        def make_service(described):
+            return made.append(FakeService(described)) or made[-1]
+
+        return Export(*run, "wandb", offline=True, make=make_service)
+
+    first = export()
     write(run[0], step(1, 1.0, 0.25, loss=0.5), step(2, 2.0, 0.5, loss=0.25))
     first.update()
     first.update()
     write(run[0], event("resume", 3.0, step=1), step(2, 4.0, 0.75))
     write(run[0], evaluation(2, 2.0, 4.5, number=1), step(3, 5.0, 1.0))
-    second = export_of(run, made)  # the first was killed, say
+    second = export()  # the first was killed, say
     second.end(failed=False)
     assert [service.run.id for service in made] == [made[0].run.id] * 2
     assert made[0].points + made[1].points == [
@@ -69,12 +65,13 @@ def test_each_point_is_sent_once_over_restarts_of_run_and_sender(tmp_path):
     ]  # fmt: skip
     assert [service.ended for service in made] == [[], ["finished"]]
     assert made[0].run.settings["schedule.num_steps"] == 9
-    third = export_of(run, made)
-    third.pause()
+    export().pause()
     assert made[2].points == [] and made[2].ended == ["paused"]
 
 
-def test_a_job_whose_service_is_not_installed_is_refused(tmp_path, monkeypatch):
+def test_a_job_whose_service_is_not_installed_or_nowhere_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"set boards\.advanced\.tracking_uri, or boards\.adv"):
+        job_of(boards={"export": ["mlflow"]})
     _, config = make(tmp_path, boards={"export": ["wandb"]})
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"boards.export.*pip install 'relax-hpc\[wandb\]'"):
@@ -161,57 +158,3 @@ def test_w_and_b_has_the_curves_of_a_run_offline(tmp_path, monkeypatch):
     again = CliRunner().invoke(app, ["export", "wandb", str(paths.root), "--offline"])
     assert again.exit_code == 0 and run.run_id in again.output
     assert sum(len(rows_of(each)[0]) for each in paths.root.glob("wandb/offline-run-*")) == 3
-
-
-HAS_IT = importlib.util.find_spec("mlflow") is not None
-needs_it = pytest.mark.skipif(not HAS_IT, reason="needs relax-hpc[mlflow]")
-
-
-def at(uri):
-    """What its own client finds there: the runs, and a function that gives points of one."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient(uri)
-    runs = client.search_runs([each.experiment_id for each in client.search_experiments()])
-
-    def points(run, tag):
-        found = client.get_metric_history(run.info.run_id, tag)
-        return [(point.step, point.value, point.timestamp) for point in found]
-
-    return runs, points, client
-
-
-@needs_it
-def test_a_run_is_one_run_of_mlflow_over_restarts_and_resumes(tmp_path, monkeypatch):
-    paths, _ = make(tmp_path)
-    uri = f"sqlite:///{tmp_path}/server.db"
-    command = ["export", "mlflow", str(paths.root)]
-    write(paths, step(1, 1.0, 0.25, loss=0.5), step(2, 2.0, 0.5))
-    states = iter(("RUNNING", "CANCELLED", "COMPLETED"))
-    monkeypatch.setattr(status, "job_state", lambda _: next(states))
-    ends = []
-    for more in ((), (event("resume", 3.0, step=1), step(2, 4.0, 0.75)), (step(3, 5.0, 1.0),)):
-        write(paths, *more, evaluation(0, 1.0, 2.5, number=0))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = CliRunner().invoke(app, [*command, "--tracking-uri", uri])
-        assert found.exit_code == 0, (found.output, found.exception)
-        [run], points, client = at(uri)
-        ends.append(run.info.status)
-    assert ends == ["RUNNING", "FAILED", "FINISHED"]
-    assert points(run, "reward/mean") == [(1, 0.25, 1000), (2, 0.5, 2000), (3, 1.0, 5000)]
-    assert points(run, "loss/total") == [(1, 0.5, 1000)]
-    assert points(run, "eval/heldout/reward") == [(0, 0.25, 2500)]
-    assert run.data.params["schedule.num_steps"] == "9" and run.info.run_name == "run"
-    assert client.get_experiment(run.info.experiment_id).name == "relax-hpc"
-
-
-def test_a_job_that_does_not_say_where_mlflow_is_is_refused(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"set boards\.advanced\.tracking_uri, or boards\.adv"):
-        make(tmp_path, boards={"export": ["mlflow"]})
-    (tmp_path / "beside").mkdir()
-    paths, _ = make(tmp_path / "beside")
-    monkeypatch.setattr(status, "job_state", lambda _: "COMPLETED")
-    found = CliRunner().invoke(app, ["export", "mlflow", str(paths.root)])
-    assert isinstance(found.exception, ConfigError) and "--tracking-uri" in str(found.exception)
-    assert not paths.export("mlflow").exists()

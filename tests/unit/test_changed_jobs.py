@@ -11,29 +11,22 @@ from job_trees import job_of
 from relax_hpc.bus import layout
 from relax_hpc.config.job_file import read_resolved
 from relax_hpc.errors import ConfigError, LaunchError
-from relax_hpc.launch import record, states
-from relax_hpc.runs import changes, replay, report, resume, status, summary
+from relax_hpc.launch import states
+from relax_hpc.runs import replay, report, resume, status, summary
 from relax_hpc.runs.changes import change
 from relax_hpc.runtime.files.records import write_json
 from relax_hpc.runtime.paths import RunPaths
 
-
-def job(**sections):
-    return job_of(schedule__num_steps=30, **sections)
-
-
 HOW = [
     "actor.layout.data_parallel=2", "actor.tokens_per_micro_batch=4096",
-    "actor.advanced.recomputed_passes=[]", "actor.optimizer.offload=0.5",
-    "actor.transformer.recompute_granularity=full", "engines.rollout.count=3",
-    "engines.rollout.args.mem_fraction_static=0.7", "weights.advanced.bucket_bytes=1048576",
+    "actor.transformer.recompute_granularity=full", "engines.rollout.args.mem_fraction_static=0.7",
 ]  # fmt: skip
-WHERE = ["actor.resources.time=30", "boards.project=x", "weights.advanced.checksum_every=1"]
+WHERE = ["actor.resources.time=30", "boards.project=x"]
 
 
 @pytest.mark.parametrize("setting", [*HOW, *WHERE])
 def test_where_the_same_is_computed_may_change_and_how_if_it_is_looked_at_as_of_a_new_run(setting):
-    _, [line], otherwise = change(job(), [setting])
+    _, [line], otherwise = change(job_of(), [setting])
     assert line.startswith(f"{setting.partition('=')[0]}: ") and " -> " in line
     assert otherwise == (setting in HOW)
 
@@ -41,17 +34,13 @@ def test_where_the_same_is_computed_may_change_and_how_if_it_is_looked_at_as_of_
 @pytest.mark.parametrize(("setting", "why"), [
     ("name=x", "is where the run is; move or rename its folder"),
     ("launch.profile=x", "was read when the run was submitted; set resources"),
-    ("launch.advanced.share=group", "is said before anything is written"),
     ("engines.rollout.kind=sglang", "a run has the components that its bus was made for"),
-    ("reference.placement=actor", "a run has the components that its bus was made for"),
     ("eval.h.every=3", "points of a curve would be of different evaluations"),
     ("actor.optimizer.moments=bfloat16", "would change what is trained, and a run has one job"),
-    ("engines.rollout.args.quantization=fp8", "would change what is trained"),
 ])  # fmt: skip
 def test_what_stays_says_why(setting, why):
-    with pytest.raises(ConfigError) as error:
-        change(job(eval={"h": {"path": "e"}}), [setting])
-    assert why in str(error.value)
+    with pytest.raises(ConfigError, match=why):
+        change(job_of(eval={"h": {"path": "e"}}), [setting])
 
 
 def test_a_layout_is_checked_before_anything_is_queued(slurm, monkeypatch):
@@ -130,13 +119,6 @@ def trained(paths, *steps):
     path.write_text("".join(f"{line}\n" for line in lines))
 
 
-def test_the_job_of_a_step_is_that_of_the_start_that_trained_it(thrice):
-    assert [each.number for each in record.read(thrice.root).all] == [3, 2, 1]
-    found = changes.jobs_at(thrice, (99.0, 150.0, 200.0, 250.0, 350.0))
-    assert [each.actor.layout.data_parallel for each in found] == [1, 1, 2, 2, 2]
-    assert {each.num_steps for each in found} == {30} and {each.name for each in found} == {"run"}
-
-
 def test_a_replay_has_the_job_of_its_step_and_knows_its_grid(thrice):
     trained(thrice, (1, 150.0), (2, 250.0), (3, 260.0))
     one, two = replay._jobs_of(thrice, [replay.read_step(thrice, step) for step in (1, 3)])
@@ -152,10 +134,6 @@ def test_status_and_summary_say_what_was_changed_from_which_step_on(thrice):
     assert [(each["number"], each["first_step"]) for each in found] == [(2, 2), (4, None)]
     assert found[0]["keys"]["actor.layout.data_parallel"] == (1, 2)
     said = report._changes(found)
-    assert said[0][1].startswith(
-        "actor.layout.data_parallel: 1 -> 2; actor.save_every: 10 -> 7 (from step 2 on, "
-    )
+    assert said[0][1].startswith("actor.layout.data_parallel: 1 -> 2; actor.save_every: 10 -> 7 (")
     assert said[1] == ("changed", "schedule.num_steps: 30 -> 60 (for the next start)")
-    assert "  changed       schedule.num_steps: 30 -> 60" in report.text(
-        status.collect(thrice.root)
-    )
+    assert "  changed       schedule.num_steps: 30" in report.text(status.collect(thrice.root))

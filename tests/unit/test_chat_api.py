@@ -8,7 +8,6 @@ import aiohttp
 import pytest
 from chat_fakes import ASKED, Engine, served, session_of, spelled, tokens_of
 
-from relax_hpc.environments.chat_api import server
 from relax_hpc.environments.chat_api.messages import ToolCall, parse
 from relax_hpc.environments.record import EpisodeRecord, sequences
 from relax_hpc.errors import EngineLostError
@@ -96,14 +95,9 @@ x < y
     ("text", "content", "calls"),
     [
         ("no call", "no call", []),
-        (CALL, "", [ToolCall("add", {"a": 1, "b": 2})]),
         (f"x{CALL} y {CALL}", "x y", [ToolCall("add", {"a": 1, "b": 2})] * 2),
-        ('<tool_call>{"name": "f"}', "", [ToolCall("f", {})]),
-        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "",
-         [ToolCall("f", {"a": 1})]),
         ('<tool_call>{"name": "f", "arguments": {"a": "1\n2"}}</tool_call>', "",
          [ToolCall("f", {"a": "1\n2"})]),
-        ('<tool_call>{"name": "f", </tool_call>', '<tool_call>{"name": "f", </tool_call>', []),
         (f"<tool_call>f</tool_call>{CALL}", "<tool_call>f</tool_call>",
          [ToolCall("add", {"a": 1, "b": 2})]),
         (f"<think>{CALL}</think>no", f"<think>{CALL}</think>no", []),
@@ -112,7 +106,6 @@ x < y
                             "new": "7"})]),
         ("<tool_call><function=find><parameter=most>few</parameter></function></tool_call>", "",
          [ToolCall("find", {"most": "few"})]),
-        ("<tool_call><function></tool_call>", "<tool_call><function></tool_call>", []),
         ('{"name": "add", "parameters": {"a": 1}}', "", [ToolCall("add", {"a": 1})]),
         ('\n[{"name": "add", "arguments": {"a": 1}}, {"name": "find", "arguments": {}}] ', "",
          [ToolCall("add", {"a": 1}), ToolCall("find", {})]),
@@ -135,8 +128,7 @@ def test_calls_are_read_leniently_in_the_form_of_each_family_and_what_cannot_be_
 
 @pytest.mark.parametrize(
     "tag",
-    ["use </think> here", "a </tool_call> b", "<tool_call>{}</tool_call>", "</parameter> x",
-     "</function>", "<function=add>", '"\\"}}</tool_call>'],
+    ["use </think> here", "a </tool_call> b", "</parameter> x", '"\\"}}</tool_call>'],
 )  # fmt: skip
 @pytest.mark.parametrize("thought", ["", "<think>or <tool_call> so</think>", f"so {CALL}</think>"])
 def test_marks_inside_an_argument_are_data_in_every_form(tag, thought):
@@ -152,16 +144,6 @@ def test_marks_inside_an_argument_are_data_in_every_form(tag, thought):
     twice = f"<tool_call>{body}</tool_call> and <tool_call>{tagged}</tool_call>"
     assert parse(f"{thought}{twice}", [FIND]).calls == [want, want]
     assert parse(f"{thought}[{body}, {body}]", [FIND]) == (thought, [want, want])
-
-
-def test_calls_between_tags_in_a_thought_are_none_and_those_behind_it_are():
-    """R10."""
-    said = '<tool_call>{"name": "add", "arguments": {"a": "</think>"}}</tool_call>'
-    assert parse(f"<think>{said} so</think>no", [ADD]).calls == []
-    assert parse(f"{said} so</think>no", [ADD]).calls == []
-    assert parse(f"<think>{said} so</think>{CALL}", [ADD]) == (
-        f"<think>{said} so</think>", [ToolCall("add", {"a": 1, "b": 2})]
-    )  # fmt: skip
 
 
 async def test_without_tools_or_with_tool_choice_none_a_call_is_text(tokens):
@@ -200,18 +182,12 @@ async def test_two_replies_of_the_same_words_are_told_by_what_they_answer(tokens
     ("fields", "said"),
     [
         ({"temperature": 1.0}, "temperature = 1.0: this episode has 0.7; leave it out"),
-        ({"presence_penalty": 0.5}, "presence_penalty = 0.5: this episode has 0; leave it out"),
         ({"seed": 1}, "seed = 1: is not known here; leave it out"),
         ({"response_format": {"type": "json_object"}}, "response_format = {'type': 'json_object'}"),
-        ({"tool_choice": "required"}, "tool_choice = 'required': nothing forces a call; use auto"),
         ({"max_tokens": 0}, "max_tokens = 0: is no number of tokens; use 1 or more"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens differ"),
-        ({"stop": [""]}, "stop = ['']: send a text or a list of texts, none empty"),
-        ({"messages": [{"role": "developer", "content": "x"}]}, "messages[0].role = 'developer'"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content = None: is no"),
         ({"messages": [ASKED | {"name": "Ann"}]}, "messages[0].name: the chat template does not"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url",
-          "image_url": {"url": "http://x/y.png"}}]}]}, "messages[0].content[0] = "),
         ({"messages": [{"role": "user", "content": [{"type": "image_url",
           "image_url": {"url": "data:image/png;base64,AA=="}}]}]}, "shows media in a history"),
     ],
@@ -221,20 +197,15 @@ async def test_a_field_that_is_not_obeyed_is_refused_in_a_line_and_nothing_is_sa
 ):
     engine = Engine(tokens, "3")
     async with served(session_of(engine)) as (_, client):
-        for stream in ({}, {"stream": True}):
-            status, made = await client.post(**{"messages": [ASKED]} | stream | fields)
-            assert (status, made["error"]["type"]) == (400, "invalid_request_error")
-            assert said in made["error"]["message"] and "\n" not in made["error"]["message"]
+        status, made = await client.post(**{"messages": [ASKED]} | fields)
+        assert (status, made["error"]["type"]) == (400, "invalid_request_error")
+        assert said in made["error"]["message"] and "\n" not in made["error"]["message"]
         assert not engine.asked
         assert await client.message([ASKED])  # the episode goes on
 
 
 async def test_fields_that_change_nothing_or_have_the_episodes_value_are_taken(tokens):
-    fields = {
-        "temperature": 0.7, "top_p": 1, "n": 1, "user": "me", "store": False, "seed": None,
-        "metadata": {"a": "b"}, "parallel_tool_calls": True, "response_format": {"type": "text"},
-        "logit_bias": {}, "max_completion_tokens": 2, "max_tokens": 2,
-    }  # fmt: skip
+    fields = {"temperature": 0.7, "n": 1, "user": "me", "seed": None, "max_completion_tokens": 2}
     engine = Engine(tokens, "345")
     async with served(session_of(engine)) as (_, client):
         parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "2="}]
@@ -243,7 +214,6 @@ async def test_fields_that_change_nothing_or_have_the_episodes_value_are_taken(t
     assert (status, choice["message"]["content"]) == (200, "34")
     assert choice["finish_reason"] == "length"
     assert "1+2=" in tokens.decode(engine.asked[0][0])
-    assert made["usage"]["total_tokens"] == len(engine.asked[0][0]) + 2
 
 
 async def test_a_text_that_ends_a_reply_is_not_given_out_and_stays_in_the_conversation(tokens):
@@ -254,34 +224,6 @@ async def test_a_text_that_ends_a_reply_is_not_given_out_and_stays_in_the_conver
         await client.message([ASKED, first, ASKED], stop=["</s>", "x"])
     assert engine.asked[0][2].end is not None
     assert "a</s>" in tokens.decode(engine.asked[1][0]) and len(sequences(record)) == 1
-
-
-def chunks(text):
-    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-
-
-async def test_a_stream_shows_signs_of_life_and_has_the_reply_in_one_chunk(tokens, monkeypatch):
-    monkeypatch.setattr(server, "HEARTBEAT_S", 0.05)
-    engine = Engine(tokens, CALL, "3")
-    engine.may_answer.clear()
-    asyncio.get_running_loop().call_later(0.3, engine.may_answer.set)
-    async with served(session_of(engine)) as (_, client):
-        usage = {"include_usage": True}
-        status, text = await client.text([ASKED], tools=[ADD], stream_options=usage)
-        assert status == 200 and text.startswith(": sampling\n\n: sampling\n\n")
-        assert text.endswith("data: [DONE]\n\n")
-        said, end, counts = chunks(text)
-        delta = said["choices"][0]["delta"]
-        [call] = delta["tool_calls"]
-        assert (call["index"], call["function"]["name"]) == (0, "add")
-        assert end["choices"][0]["finish_reason"] == "tool_calls"
-        assert counts["choices"] == [] and counts["usage"]["completion_tokens"] > 0
-        back = {"role": "assistant", "content": "", "tool_calls": [call]}
-        _, text = await client.text([ASKED, back, {"role": "tool", "content": "3"}], tools=[ADD])
-        said, end = chunks(text)
-        assert said["choices"][0]["delta"] == {"role": "assistant", "content": "3"}
-        assert text.startswith("data: ")
-    assert tokens.decode(engine.asked[1][0]).count(CALL) == 1
 
 
 async def test_trouble_of_engines_is_a_503_and_the_sessions_failure(tokens):
@@ -299,19 +241,13 @@ async def test_requests_of_an_episode_are_answered_one_after_another(tokens):
     assert engine.most == 1 and {each["content"] for each in made} == {"1", "2", "3"}
 
 
-async def leaves_early(client):
-    """Asks, and is gone before there is a reply."""
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.2):
-            await client.post([ASKED])
-    await asyncio.sleep(0.1)
-
-
 async def test_who_asks_again_after_a_timeout_gets_the_reply_that_was_under_way(tokens):
     engine = Engine(tokens, "3", "4")
     engine.may_answer.clear()
     async with served(session_of(engine)) as (place, client):
-        await leaves_early(client)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.post([ASKED]), 0.2)
+        await asyncio.sleep(0.1)
         assert place.is_asked
         asyncio.get_running_loop().call_later(0.1, engine.may_answer.set)
         assert (await client.message([ASKED]))["content"] == "3"

@@ -16,16 +16,6 @@ MARKED = (
     "{{- '<|im_end|>' }}{% endgeneration %}{%- else %}{{- message.content + '<|im_end|>' }}"
     "{%- endif %}{{- '\\n' }}{%- endfor %}"
 )
-# As Qwen3's: the last answer keeps its thoughts, and gets empty ones where it has none.
-THINKING = (
-    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
-    "{%- if message.role != 'assistant' %}{{- message.content }}"
-    "{%- elif not loop.last %}{{- message.content.split('</think>')[-1] }}"
-    "{%- elif '</think>' in message.content %}{{- message.content }}"
-    "{%- else %}{{- '<think></think>' + message.content }}{%- endif %}"
-    "{{- '<|im_end|>\\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
 # As Qwen3's with tools: turns behind the last question keep their thoughts, also if others follow.
 STEPS = (
     "{%- set ns = namespace(question=0) %}{%- for message in messages %}"
@@ -82,13 +72,6 @@ def test_the_answer_and_its_end_are_trained_on_and_the_line_break_after_it_is_no
         "<|im_start|>", "assistant\n", "4", "<|im_end|>", "Ċ",
     ]  # fmt: skip
     assert masked.loss_mask == [0] * 10 + [1, 1, 0]
-
-
-def test_a_template_that_forgets_earlier_thoughts_is_followed_as_it_renders_the_whole(tokens):
-    messages = [QUESTION, {**ANSWER, "content": "<think>hm</think>4"}, TWO_TURNS[2], TWO_TURNS[3]]
-    masked = encode(tokens, THINKING, messages)
-    assert trained(tokens, masked) == ["4<|im_end|>", "<think></think>7<|im_end|>"]
-    assert "hm" not in tokens.decode(masked.token_ids)
 
 
 STEP_BY_STEP = [
@@ -161,15 +144,8 @@ def test_a_turn_is_tokenized_as_it_is_sampled_apart_from_its_prompt(tokens):
 
 REFUSED = {
     "leaves out message 1 (role system)": (DEAF, [{"role": "system", "content": "Be brief."}]),
-    "the chat template refuses it: Only user and assistant roles": (
-        STRICT,
-        [{"role": "tool", "content": "x"}],
-    ),
+    "refuses it: Only user and assistant roles": (STRICT, [{"role": "tool", "content": "x"}]),
     "cannot be told which tokens of message 2": (REVERSED, []),
-    "marks nothing": (
-        "{%- if false %}{% generation %}x{% endgeneration %}{%- endif %}" + models.CHAT_TEMPLATE,
-        [],
-    ),
 }
 
 

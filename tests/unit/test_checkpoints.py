@@ -56,11 +56,9 @@ def test_the_newest_is_loaded_and_old_ones_go(tmp_path):
     for step in (3, 6, 9):
         (saved,) = save(tmp_path, step)
         assert (saved.step, saved.failure, saved.num_bytes) == (step, None, 4)
-    checkpoints = checkpoints_in(tmp_path)
+    checkpoints, trainer = checkpoints_in(tmp_path), Trainer(0)
     assert [c.step for c in checkpoints.complete()] == [6, 9]
-    trainer = Trainer(0)
-    assert checkpoints.resume(trainer).position == PlanPosition(1, 9, 9)
-    assert trainer.weight == 9
+    assert checkpoints.resume(trainer).position == PlanPosition(1, 9, 9) and trainer.weight == 9
     assert steps_in(tmp_path) == ["step_00000006", "step_00000009"]
 
 
@@ -73,8 +71,6 @@ def test_steps_that_are_multiples_are_kept_for_good_and_do_not_hold_up_what_is_r
     assert find(tmp_path, None) == tmp_path / "step_00000009"
     with pytest.raises(CheckpointError, match="no checkpoint of step 4; there are 3, 6, 8, 9"):
         find(tmp_path, 4)
-    with pytest.raises(CheckpointError, match="has no checkpoints"):
-        find(tmp_path / "elsewhere", None)
 
 
 def test_one_that_a_superseded_trainer_slipped_in_is_passed_over(tmp_path):
@@ -109,7 +105,6 @@ def test_a_superseded_trainer_replaces_nothing(tmp_path):
     [
         (NAMES, None, NAMES),
         ("weight0", "9x", "weight0: is damaged"),
-        ("progress.json", '{"step": 9, "posi', "progress.json"),
         ("progress.json", '{"step": 9, "position": [1]}', "progress.json"),
     ],
 )
@@ -124,8 +119,7 @@ def test_of_a_torn_one_the_one_before_is_loaded_and_the_file_is_named(
     resumed = checkpoints_in(tmp_path).resume(trainer, lambda step, why: told.append((step, why)))
     assert (resumed.step, trainer.weight) == (6, 6)
     ((step, why),) = told
-    assert step == 9
-    assert named in why
+    assert step == 9 and named in why
     # It counts no more, so that the next save deletes nothing on its account.
     assert [c.step for c in checkpoints_in(tmp_path).complete()] == [6]
     assert len(list((tmp_path / "torn").iterdir())) == 1
@@ -185,13 +179,12 @@ def test_a_save_waits_for_the_one_before_it_and_says_so(tmp_path, caplog):
     threading.Timer(0.05, hold.set).start()
     with caplog.at_level("WARNING", "relax_hpc"):
         (saved,) = checkpoints.save(trainer, PlanPosition(1, 6, 6))
-    assert saved.step == 3
-    assert saved.wait_s > 0
+    assert saved.step == 3 and saved.wait_s > 0
     assert "of step 3 is still being written" in caplog.text
     assert [saved.step for saved in checkpoints.wait()] == [6]
 
 
-def full(folder):
+def full(folder, **_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "weight0"))
 
 
@@ -230,7 +223,7 @@ def test_what_a_killed_save_left_is_removed_and_nothing_else(tmp_path):
 def test_an_old_one_that_cannot_be_removed_does_not_fail_the_new_one(tmp_path, monkeypatch, caplog):
     for step in (1, 2):
         save(tmp_path, step)
-    monkeypatch.setattr(store.shutil, "rmtree", _refuse)
+    monkeypatch.setattr(store.shutil, "rmtree", full)
     (saved,) = save(tmp_path, 3)
     assert saved.failure is None and "an old checkpoint cannot be removed" in caplog.text
     assert [c.step for c in checkpoints_in(tmp_path).complete()] == [2, 3]
@@ -238,7 +231,3 @@ def test_an_old_one_that_cannot_be_removed_does_not_fail_the_new_one(tmp_path, m
     (saved,) = save(tmp_path, 4)
     assert saved.failure is None
     assert steps_in(tmp_path) == ["step_00000003", "step_00000004"], "and what was left is gone"
-
-
-def _refuse(*_, **__):
-    raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -40,11 +40,8 @@ def sleeper():
 
 def test_a_process_is_itself_though_the_clock_is_set_and_nobody_else_is(sleeper, set_clock):
     found = ProcessId.of(sleeper.pid)
-    others = [
-        replace(found, start_ticks=found.start_ticks - 1),
-        replace(found, boot_id="the boot before"),
-        replace(found, pid=os.getpid()),
-    ]
+    earlier = {"start_ticks": found.start_ticks - 1}
+    others = [replace(found, **each) for each in (earlier, {"boot_id": "1"}, {"pid": os.getpid()})]
     for seconds in (0, 1, -3600):
         set_clock(seconds)
         assert found.find().pid == sleeper.pid
@@ -118,24 +115,15 @@ def started(monkeypatch, module, tmp_path, *options):
     return module.main
 
 
-def test_a_holder_that_nobody_has_told_to_end_has_failed(monkeypatch, tmp_path):
-    monkeypatch.setattr(holder, "Holder", lambda *_: None)
-    with pytest.raises(SystemExit, match="the job script, is not there"):
-        started(monkeypatch, holder, tmp_path, "--side", "sampling")()
-
-
-@pytest.mark.parametrize("told", [False, True])
-def test_so_has_a_scaler_once_its_engines_have_ended(monkeypatch, tmp_path, told):
+def test_a_holder_and_a_scaler_that_nobody_has_told_to_end_have_failed(monkeypatch, tmp_path):
     ended = []
+    monkeypatch.setattr(holder, "Holder", lambda *_: None)
     monkeypatch.setattr(scaler, "LocalSteps", lambda *_: None)
     monkeypatch.setattr(scaler, "Scaler", lambda *_: SimpleNamespace(end=ended.append))
-    events = SimpleNamespace(set=None, wait=lambda _: told, is_set=lambda: told)
+    events = SimpleNamespace(set=None, wait=lambda _: False, is_set=lambda: False)
     monkeypatch.setattr(scaler, "threading", SimpleNamespace(Event=lambda: events))
     monkeypatch.setattr(scaler, "signal", SimpleNamespace(signal=lambda *_: 0, SIGTERM=15))
-    main = started(monkeypatch, scaler, tmp_path, "--local")
-    if told:
-        main()
-    else:
+    for module, *options in ((holder, "--side", "sampling"), (scaler, "--local")):
         with pytest.raises(SystemExit, match="the job script, is not there"):
-            main()
+            started(monkeypatch, module, tmp_path, *options)()
     assert len(ended) == 1

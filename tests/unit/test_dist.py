@@ -1,11 +1,9 @@
-"""What is published: the files of the wheel, what its metadata say, the forms of issues."""
+"""What is published: the files of the wheel."""
 
-import email
 import os
 import shutil
 import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -39,10 +37,6 @@ def wheel(tmp_path_factory):
         yield file
 
 
-def project():
-    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-
-
 def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel):
     ours = {
         Path(folder, name).relative_to(ROOT).as_posix()
@@ -54,13 +48,3 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel):
     assert {"relax_hpc/py.typed", "relax_hpc/config/jobs/tiny/arithmetic.toml"} < ours
     assert {"relax_hpc/launch/sites/local.toml", "relax_hpc/runs/viewer/page.html.j2"} < ours
     assert names == ours
-
-
-def test_the_wheel_says_its_licence_and_brings_it(wheel):
-    [metadata] = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
-    said = email.message_from_bytes(wheel.read(metadata))
-    assert (said["Name"], said["License-Expression"]) == ("relax-hpc", "Apache-2.0")
-    assert said.get_all("License-File") == ["LICENSE", "NOTICE"]
-    for name in said.get_all("License-File"):
-        brought = metadata.replace("METADATA", f"licenses/{name}")
-        assert wheel.read(brought) == (ROOT / name).read_bytes()

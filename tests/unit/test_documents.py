@@ -87,10 +87,6 @@ LENGTHS = [3, 1, 4, 1, 5]
 ENDS = {  # of the batches of two epochs in the file's order
     "documents": (dict(batch_size=4), [4, 8, 10]),
     "tokens": (dict(batch_size=None, tokens_per_step=5), [2, 4, 5, 7, 9, 10]),
-    "one too long for a step is a step": (
-        dict(batch_size=None, tokens_per_step=2),
-        [1, 2, 3, 4, 5, 6, 7, 8, 9, 10],
-    ),
 }
 
 

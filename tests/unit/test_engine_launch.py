@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import socket
 from functools import partial
 from types import SimpleNamespace
@@ -18,23 +17,17 @@ from relax_hpc.inference.client import EngineClient
 from relax_hpc.inference.process import EngineProcess
 from relax_hpc.inference.sglang import launch
 from relax_hpc.inference.sglang.launch import size_of
-from relax_hpc.inference.spec import ALONE, EngineSpec, NodeShare
-from relax_hpc.launch.placement import place
+from relax_hpc.inference.spec import EngineSpec
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.engine import host
-from relax_hpc.roles.engine.host import EngineSlot, args_on_own_gpus, slots_of
+from relax_hpc.roles.engine.host import EngineSlot, args_on_own_gpus
 from relax_hpc.runtime.comm.address import hold_port
 from relax_hpc.runtime.comm.orders import LOADER, Order
 
 
-def listen(host, port):
-    with socket.create_server((host, port)):
-        return True
-
-
 def test_a_held_port_is_free_for_its_server_and_found_by_nobody_else():
     with hold_port("127.0.0.1") as port:
-        assert listen("127.0.0.1", port)  # create_server sets SO_REUSEADDR, as uvicorn does
+        socket.create_server(("127.0.0.1", port)).close()  # with SO_REUSEADDR, as uvicorn does
         found = set()
         for _ in range(2000):
             with hold_port("127.0.0.1") as other:
@@ -44,56 +37,12 @@ def test_a_held_port_is_free_for_its_server_and_found_by_nobody_else():
             careless.bind(("127.0.0.1", port))
 
 
-STATIC = r"engines\.rollout\.args\.mem_fraction_static \(0\.9\)"
-
-
-@pytest.mark.parametrize(
-    ("said", "helps"),
-    [
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.", f"lower {STATIC}"),
-        ("ValueError: Loaded weights leave no GPU memory for the KV cache under --mem-fraction-"
-         "static=0.9. Raise --mem-fraction-static above 0.976.", f"raise {STATIC}"),
-        ("    assert self.total_num_heads % attn_tp_size == 0", r"tp_size \(3\): use a divisor"),
-        ("RuntimeError: CUDA error: invalid device ordinal", r"resources\.gpus_per_node"),
-        ("ModuleNotFoundError: No module named 'sglang'", "without SGLang"),
-        ("[Errno 98] error while attempting to bind: address already in use", "port was taken"),
-        ("KeyError: 'unheard of'", "^$"),
-    ],
-)  # fmt: skip
-def test_a_known_cause_is_answered_with_what_to_change(said, helps):
-    args = {"mem_fraction_static": 0.9, "tp_size": 3}
-    assert re.search(helps, launch.remedy(f"much\n{said}\nmore", args))
-
-
 def test_an_engine_takes_as_many_gpus_as_its_ranks_by_whichever_name_they_are_given():
     assert size_of({}).gpus == 1
     assert size_of({"tensor_parallel_size": 4, "ep_size": 4}).gpus == 4
     assert size_of({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}).gpus == 4
     with pytest.raises(ConfigError, match=r"tp_size = 'two'"):
         size_of({"tp_size": "two"})
-
-
-@pytest.mark.parametrize(
-    ("args", "answer"),
-    [
-        ({"dp_size": 2}, r"dp_size = 2: .*raise engines\.rollout\.count"),
-        ({"nnodes": 2}, r"nnodes: is set by the run; set engines\.rollout\.nodes_per_engine"),
-        ({"model": "x"}, r"model: is set by the run; set model\.path"),
-    ],
-)
-def test_what_an_engine_here_cannot_do_is_refused_by_key(args, answer):
-    with pytest.raises(ConfigError, match=rf"engines\.rollout\.args\.{answer}"):
-        launch.check(args)
-
-
-def test_a_part_of_an_engine_is_told_its_rank_and_where_to_meet(tmp_path):
-    def argv(share):
-        spec = EngineSpec("sglang", tmp_path, args={"tp_size": 16})
-        return launch.arguments(spec, host="h", port=1, device="cuda", share=share)
-
-    text = " ".join(argv(NodeShare(2, 1, "10.0.0.1:777")))
-    assert "--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:777" in text
-    assert "nnodes" not in " ".join(argv(ALONE))
 
 
 def test_an_engine_that_is_sent_8_bits_is_told_so_and_reads_no_weights(tmp_path):
@@ -107,7 +56,6 @@ def test_an_engine_that_is_sent_8_bits_is_told_so_and_reads_no_weights(tmp_path)
         "weight_block_size": [128, 128],
         "modules_to_not_convert": ["lm_head", "visual", "audio_tower"],
     }  # fmt: skip
-    assert WeightsConfig().quantization_config is None
 
 
 def test_the_command_line_of_an_engine_is_the_one_written_down(tmp_path):
@@ -188,25 +136,6 @@ def test_whoever_is_given_weights_leaves_its_draft_model_alone_and_an_open_sessi
     assert all(body["selector"] == "target" and body["disable_draft_model"] for body in told)
 
 
-def context(rank, local_rank):
-    return TaskContext("rollout", rank, 4, local_rank, attempt="1.0", start=1, node="n")
-
-
-def test_a_task_with_several_engines_has_a_seat_for_each_and_gpus_in_their_order():
-    """2 nodes of 8 GPUs, a task on each, 4 engines of 2 GPUs in it."""
-    pool = EnginePool(
-        kind="sglang", count=8, engines_per_task=4, args={"tp_size": 2},
-        resources={"nodes": 2, "gpus_per_node": 8},
-    )  # fmt: skip
-    assert (pool.num_tasks, pool.num_hosts) == (2, 2)
-    slots = [slot for rank in range(2) for slot in slots_of(pool, context(rank, 0))]
-    names = [f"rollout-{task}.{index}" for task in range(2) for index in range(4)]
-    assert [slot.id for slot in slots] == names
-    assert [slot.number for slot in slots] == list(range(8))
-    taken = [args_on_own_gpus(pool, slot)["base_gpu_id"] for slot in slots]
-    assert taken == [0, 2, 4, 6] * 2
-
-
 @pytest.mark.parametrize(("nodes", "first"), [(1, [0, 4, 8, 12]), (2, [0, 2, 4, 6])])
 def test_engines_of_one_node_take_its_gpus_one_after_the_other(nodes, first):
     pool = EnginePool(
@@ -246,19 +175,12 @@ def test_an_engine_that_died_of_another_rank_that_had_no_memory_is_told_of_it(tm
         ({"engines__judge__placement": "actor"}, "engines.judge.placement = 'actor': only the po"),
         ({"engines__judge__resources__max_nodes": 2}, "engines.judge.resources.max_nodes = 2: eng"),
         ({"engines__judge__count": 3, "engines__judge__engines_per_task": 2}, "engines.judge.engi"),
-        ({"engines__Judge__count": 1}, "engines.Judge = 'Judge': use letters of a to z,"),
     ],
 )
 def test_what_a_pool_cannot_be_is_refused_by_its_name(settings, answer):
     with pytest.raises(ConfigError) as refused:
         config(**settings)
     assert answer in str(refused.value)
-
-
-def test_a_pool_is_not_called_like_another_component():
-    settings = config(engines__reference__count=1, reference__placement="own")
-    with pytest.raises(ConfigError, match="another component is called reference; choose"):
-        place(settings)
 
 
 def test_engines_of_a_fixed_pool_are_started_with_what_is_theirs_and_not_the_policys():

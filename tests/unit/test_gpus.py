@@ -2,10 +2,9 @@
 
 import dataclasses
 import os
-import re
-import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.inference.embedded import server
 from relax_hpc.inference.process import start_engine
 from relax_hpc.inference.spec import EngineSpec
-from relax_hpc.launch import entry, local_step, preflight
+from relax_hpc.launch import entry, preflight
 from relax_hpc.launch.placement import Component
 from relax_hpc.runs.scale import scaler
 from relax_hpc.runs.scale.records import Extra
@@ -30,24 +29,11 @@ def no_word(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-@pytest.fixture
-def cards(monkeypatch):
-    """Says how many GPUs there are."""
-
-    def say(count):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(hardware, "count_gpus", lambda: count)
-
-    return say
-
-
 @pytest.mark.parametrize(
     ("asked", "visible", "found", "lacks"),
     [
-        (0, "", 0, False),
         (4, None, 4, False),
         (4, "0,1,2,3", 3, True),
-        (4, "", 0, True),
         (4, "2", 1, False),  # srun --gpu-bind: one of four for each task
         (4, "2", 0, True),
         (2, "0,-1", 1, True),  # local_step, of a machine with one
@@ -56,17 +42,14 @@ def cards(monkeypatch):
 def test_who_asked_for_gpus_has_them_or_does_not_begin(monkeypatch, asked, visible, found, lacks):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    if not lacks:
+    said = f"{asked} GPUs are asked for, and torch finds {found};"
+    with pytest.raises(ConfigError, match=said) if lacks else nullcontext():
         hardware.check_gpus(asked, found, "torch")
-        return
-    said = f"on node {socket.gethostname()} {asked} GPUs are asked for, and torch finds {found};"
-    with pytest.raises(ConfigError, match=re.escape(said)) as error:
-        hardware.check_gpus(asked, found, "torch")
-    assert error.value.is_final
 
 
-def test_a_rank_and_engines_that_lack_gpus_do_not_compute(cards, tmp_path):
-    cards(0)
+def test_a_rank_and_engines_that_lack_gpus_do_not_compute(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(hardware, "count_gpus", lambda: 0)
     threads = torch.get_num_threads()
     assert own_device(0, asked=0) == torch.device("cpu")
     torch.set_num_threads(threads)
@@ -74,38 +57,18 @@ def test_a_rank_and_engines_that_lack_gpus_do_not_compute(cards, tmp_path):
         own_device(0, asked=4)
     with pytest.raises(ConfigError, match="4 GPUs are asked for"):
         server.serve(tmp_path, "127.0.0.1", {"num_threads": threads, "gpus": 4})
-    for kind in ("embedded", "sglang"):
-        with pytest.raises(ConfigError, match="4 GPUs are asked for, and the driver finds 0"):
-            start_engine(
-                EngineSpec(kind, tmp_path),
-                host="127.0.0.1", token="t", log_path=tmp_path / "log", least_gpus=4,
-            )  # fmt: skip
+    told = {"host": "127.0.0.1", "token": "t", "log_path": tmp_path / "log", "least_gpus": 4}
+    with pytest.raises(ConfigError, match="4 GPUs are asked for, and the driver finds 0"):
+        start_engine(EngineSpec("sglang", tmp_path), **told)
 
 
-def test_a_gpu_that_this_machine_lacks_has_a_name_that_is_nowhere(monkeypatch):
-    assert local_step._gpus(2, 2) == ["2", "3"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,6")
-    assert local_step._gpus(0, 2) == ["5", "7"]
-    assert local_step._gpus(2, 2) == ["6", "-1"]
-    assert local_step._gpus(4, 2) == ["-1", "-1"]
-    assert local_step._gpus(4, 0) == []
-
-
-def test_all_components_of_a_run_without_slurm_have_their_gpus_on_this_machine(cards):
-    cards(3)
-    rollout, actor = (
-        Component(name, 2, Resources(gpus_per_node=2), section=section)
-        for name, section in (("rollout", "engines.rollout"), ("actor", None))
-    )
-    with pytest.raises(
-        ConfigError,
-        match=r"engines.rollout.resources.gpus_per_node = 2, actor.resources.gpus_per_node = 2: "
-        "4 GPUs of this machine, .* it shows 3; ask for fewer",
-    ):
+def test_all_components_of_a_run_without_slurm_have_their_gpus_on_this_machine(monkeypatch):
+    monkeypatch.setattr(hardware, "count_gpus", lambda: 3)
+    rollout = Component("rollout", 2, Resources(gpus_per_node=2))
+    actor = dataclasses.replace(rollout, name="actor")
+    with pytest.raises(ConfigError, match=r"4 GPUs of this machine, .* it shows 3"):
         preflight.check_gpus([rollout, actor])
     preflight.check_gpus([rollout, dataclasses.replace(actor, on="rollout")])
-    cards(0)
-    preflight.check_gpus([Component("actor", 2, Resources())])
 
 
 MAIN = """
@@ -119,29 +82,6 @@ threads = os.listdir("/proc/self/task")
 print(*[sorted(os.sched_getaffinity(int(thread))) for thread in threads], flush=True)
 subprocess.run(["grep", "Cpus_allowed_list", "/proc/self/status"])
 """
-
-
-@pytest.fixture
-def bound(monkeypatch):
-    """Says which CPUs Slurm lets a task use; what it binds itself to, if anything."""
-
-    def take(allowed, *arguments):
-        found = []
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed)
-        monkeypatch.setattr(os, "sched_setaffinity", lambda _, own: found.append(own))
-        hardware.bind_cpus(*arguments)
-        return found[0] if found else None
-
-    return take
-
-
-def test_tasks_of_a_node_take_parts_of_what_all_of_them_see(bound, monkeypatch):
-    monkeypatch.setattr(hardware, "sort_by_core", sorted)
-    seen = {2, 3, 5, 7, 11, 13}
-    assert [bound(seen, rank, 2, 3) for rank in range(2)] == [[2, 3, 5], [7, 11, 13]]
-    assert [bound(seen, rank, 3, 2) for rank in range(3)] == [[2, 3], [5, 7], [11, 13]]
-    assert bound(set(range(64)), 0, 2, 8) is None, "Slurm binds nobody"
-    assert bound({0, 1, 2}, 0, 2, 3) is None, "it has dealt already"
 
 
 def test_threads_of_one_core_are_of_one_task(tmp_path):

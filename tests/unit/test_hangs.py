@@ -18,7 +18,6 @@ from relax_hpc.runtime.files import storage
 from relax_hpc.runtime.heartbeat import Beat, Doing
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry.events import read_events
-from relax_hpc.runtime.watchdog import Suspicion
 
 TOY = Path(__file__).with_name("hanging.py")
 
@@ -47,15 +46,14 @@ def hangs(run_dir):
     ("how", "phase", "place"),
     [
         ("hold_the_interpreter", "work", "in hold_the_interpreter"),
-        ("wait_for_a_lock", "work", "wait_for_a_lock"),
         ("stand_still", "loop", "in loop"),
     ],
 )
 def test_a_task_that_hangs_is_named_with_its_stack_and_ended(tmp_path, start, how, phase, place):
     assert start(how).wait(30) == -signal.SIGKILL
     [hang] = hangs(tmp_path)
-    assert (hang["phase"], hang["step"], hang["ended"]) == (phase, 7, True)
-    assert (hang["role"], hang["rank"]) == ("toy", 0)
+    told = [hang[key] for key in ("phase", "step", "ended", "role", "rank")]
+    assert told == [phase, 7, True, "toy", 0]
     assert place in hang["place"] and str(TOY) in hang["place"]
     said, task = verdict.last_error(tmp_path, ["toy"], 0.0)
     assert said.startswith(f"toy-0: hangs in phase {phase} of step 7 for ") and task == "toy-0"
@@ -94,11 +92,8 @@ def test_what_ends_a_task_that_is_continued_for_its_stack_does_not_hide_where_it
     assert hang["state"] == "T" and hang["ended"]
 
 
-@pytest.mark.parametrize("options", [(), ("threads",)])
-def test_a_stopped_task_is_named_with_its_stack_and_ended_even_where_it_waits(
-    tmp_path, start, options
-):
-    task = start("waits", *options)
+def test_a_stopped_task_is_named_with_its_stack_and_ended_even_where_it_waits(tmp_path, start):
+    task = start("waits", "threads")
     time.sleep(0.3)
     os.kill(task.pid, signal.SIGSTOP)
     assert task.wait(30) == -signal.SIGKILL
@@ -120,9 +115,8 @@ def test_a_task_that_was_stopped_for_a_moment_is_left_alone_though_it_has_waited
 
 def test_a_record_of_what_is_done_is_of_now(tmp_path, monkeypatch):
     clock = [1000.0]
-    monkeypatch.setattr(
-        heartbeat, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: clock[0])
-    )
+    now = SimpleNamespace(monotonic=lambda: clock[0], time=lambda: clock[0])
+    monkeypatch.setattr(heartbeat, "time", now)
     record = heartbeat.DoingFile(tmp_path / "doing" / "actor-0.json")
     long, short = (Doing("actor", 0, "n1", name, 3, 4.0, 1000.0) for name in ("w" * 48, "read"))
 
@@ -132,8 +126,7 @@ def test_a_record_of_what_is_done_is_of_now(tmp_path, monkeypatch):
 
     assert record.is_due
     record.write(long)
-    assert not record.is_due
-    assert found() == [long]
+    assert not record.is_due and found() == [long]
     clock[0] += heartbeat.EVERY_S
     assert record.is_due
     record.write(short)
@@ -158,13 +151,7 @@ def test_of_ranks_that_wait_for_each_other_the_one_is_ended_that_waits_for_nobod
     culprit = start("sleep", "world", rank=1)
     assert culprit.wait(30) == -signal.SIGKILL
     assert waiter.poll() is None
-    by_rank = {hang["rank"]: hang["ended"] for hang in hangs(tmp_path)}
-    assert by_rank[1] and not by_rank.get(0)
-
-
-def test_the_flight_recorder_is_asked_for_what_it_has_before_the_end(tmp_path, start):
-    assert start("keep_a_record", "world", rank=3).wait(30) == -signal.SIGKILL
-    assert (tmp_path / "logs" / "nccl-toy-1.0-1-3").read_bytes() == b"1"
+    assert {hang["rank"] for hang in hangs(tmp_path) if hang["ended"]} == {1}
 
 
 def test_the_watchdog_ends_with_its_task_and_ignores_what_slurm_tells_the_step(start):
@@ -243,16 +230,3 @@ def test_who_holds_for_storage_waits_whichever_thread_it_is(heart, tmp_path, mon
     finally:
         storage.settle(0)
     assert seen == [False, True] and not Beat.read(heart[0]).waits
-
-
-@pytest.mark.parametrize(
-    ("guilty", "others"),
-    [
-        (Suspicion(5, False, False, 3), [Suspicion(0, False, False, 9)]),  # least signs of life
-        (Suspicion(5, False, False, 9), [Suspicion(0, False, True, 3)]),  # does not wait for others
-        (Suspicion(5, True, True, 9), [Suspicion(0, False, False, 3)]),  # stopped
-        (Suspicion(1, False, False, 3), [Suspicion(2, False, False, 3)]),
-    ],
-)
-def test_of_several_silent_tasks_the_one_that_holds_up_the_others_is_guilty(guilty, others):
-    assert min([*others, guilty], key=lambda each: each.guilt) is guilty

@@ -12,7 +12,7 @@ from relax_hpc.runs import report, status, summary
 from relax_hpc.runs.scale.records import Extra, ScaleState
 from relax_hpc.runtime.files import permissions
 from relax_hpc.runtime.paths import RunPaths
-from relax_hpc.runtime.telemetry import curve, history
+from relax_hpc.runtime.telemetry import history
 from relax_hpc.runtime.telemetry.events import EventWriter
 
 
@@ -24,8 +24,7 @@ def board_of(folder, rank, size):
     return ScoreBoard(RunPaths(folder), rank, size)
 
 
-BEFORE, AFTER = Due("h", "before", 0), Due("h", "after", 0)
-SECOND = Due("h", "during", 1)
+BEFORE, SECOND, AFTER = Due("h", "before", 0), Due("h", "during", 1), Due("h", "after", 0)
 EASY, HARD = Due("easy", "during", 1), Due("hard", "during", 1)
 LATE = [  # the task of rank 1 is killed and starts again
     (2, BEFORE, share(0, 2.0, 4), ""),
@@ -131,12 +130,6 @@ def test_every_sample_is_kept_in_a_file_of_the_evaluation_for_the_runs_owner(tmp
     assert path.stat().st_mode & 0o077 == 0
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert {(row["prompt"], row["sample"]): row["score"] for row in found} == scores
-    assert found[1] == {
-        "prompt": 0, "sample": 1, "score": 1.0, "parts": {"boxed_number": 1.0}, "version": 8,
-        "in_thought": False,
-        "version_max": 8, "finish": "stop", "num_tokens": 3, "texts": ["75"],
-        "source": "algebra", "failed": False,
-    }  # fmt: skip
     assert TaskScore.of(rows) == TaskScore(7, 8, 1.0, 4)
 
 
@@ -200,12 +193,10 @@ def test_status_tells_each_of_several_held_out_sets_by_its_name_the_first_one_fi
 
 def test_status_counts_rewards_that_failed_and_says_why_the_first_did(text):
     """2 of 100 and 1 of 50, then 300 that did not fail."""
-    said = text("rl", 5, {}, failed=[(2, 100, "a bug"), (1, 50, "another"), (0, 300, "")])
-    assert "  reward errors 3 of 450 (first: a bug)\n" in said
-    assert "reward errors" not in text("rl", 5, {})
-    told = text("rl", 5, {}, failed=[(2, 100, "a bug"), (7, 8, "held-out bug")])
+    failed = [(2, 100, "a bug"), (1, 50, "another"), (0, 300, ""), (7, 8, "held-out bug")]
+    told = text("rl", 5, {}, failed=failed)
     assert [" ".join(line.split()) for line in told.splitlines() if "errors" in line] == [
-        "reward errors 2 of 100 (first: a bug)",
+        "reward errors 3 of 450 (first: a bug)",
         "reward errors 7 of 8 held-out (first: held-out bug)",
     ]
 
@@ -231,25 +222,6 @@ def test_an_engine_that_was_removed_stands_apart_from_the_versions_that_there_ar
         "weights trainer v84, rollout-0 v84, extra-2 v84, extra-3 v84; "
         "extra-1 removed at v74, rollout-7 removed at v74"
     )
-
-
-@pytest.mark.parametrize("kind", RUNS)
-@pytest.mark.parametrize("ends", [0.0, 1.0])
-def test_no_legend_lies_on_a_curve(tmp_path, monkeypatch, kind, ends):
-    drawn = []
-    monkeypatch.setattr(curve.picture, "save", lambda figure, path: drawn.append(figure))
-    with EventWriter(RunPaths(tmp_path).events("actor", 0), "actor", 0) as events:
-        for step in range(1, 21):
-            value = 0.5 + (ends - 0.5) * step / 20
-            shown = {"reward/mean": value, "staleness/mean": 1, "staleness/max": 1}
-            events.emit("step", step=step, loss=value, **shown)
-    (curve.plot if kind == "rl" else curve.plot_loss)(tmp_path)
-    [figure] = drawn
-    figure.draw_without_rendering()
-    for axes in figure.axes:
-        legend, inside = axes.get_legend().get_window_extent(), axes.get_window_extent()
-        assert not legend.overlaps(inside)
-        assert figure.bbox.contains(*legend.min) and figure.bbox.contains(*legend.max)
 
 
 def event(time, kind, **fields):
@@ -282,13 +254,3 @@ def test_what_was_drained_and_what_is_trained_again_is_waste_of_the_last_ten_min
     assert second == ("7.1", 9.0, 200.0, 9.0 + 80.0)  # and this one 200 s
     [(_, said)] = report._describe_announced_ends([first._asdict(), second._asdict()])
     assert said.startswith("2 announced: requeued 9.0 s after that at most; 11.5% of the last 10 ")
-
-
-def test_a_step_that_is_trained_again_counts_as_far_as_it_lies_in_the_ten_minutes():
-    # Step 2 ended 5 s before the window, step 3 began 95 s before it.
-    run = [
-        event(0, "start", attempt="7.0"), step(995, 2, 300.0), step(1105, 3, 200.0),
-        event(1700, "start", attempt="7.1"), step(1800, 2, 1.0), step(1900, 3, 1.0),
-    ]  # fmt: skip
-    [end] = history.sum_up_ends({"7.0": {"time": 1599.0, "asked": 1600.0}}, run)
-    assert (end.window_s, end.wasted_s) == (600.0, 105.0 + 1.0)

@@ -1,8 +1,6 @@
 """A job and a profile to begin with: valid, explained, and of this cluster."""
 
-import json
 import tomllib
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -30,13 +28,10 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bin").mkdir()
+    for name, text in COMMANDS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
     return tmp_path / "config" / "relax-hpc"
-
-
-def cluster(bin_folder, **instead):
-    for name, text in (COMMANDS | instead).items():
-        (bin_folder / name).write_text(f"#!/bin/bash\n{text}\n")
-        (bin_folder / name).chmod(0o755)
 
 
 @pytest.mark.parametrize("like", job_file.list_jobs())
@@ -51,19 +46,14 @@ def test_a_job_is_that_of_which_it_is_begun_with_its_keys_explained(like, tmp_pa
     assert "Hugging Face folder of a model" in text[:path].splitlines()[-1]
 
 
-def test_init_writes_a_job_and_what_slurm_tells_of_the_cluster_once(tmp_path, home):
-    cluster(tmp_path / "bin")
+def test_init_writes_a_job_and_what_slurm_tells_of_the_cluster_once(home):
     said = CliRunner().invoke(app, ["init", "first"])
     assert said.exit_code == 0, said.exception
     assert "next: relax-hpc check first.toml" in said.stdout
     text = (home / "default.toml").read_text()
     assert tomllib.loads(text) == {"partition": "gpu"}
-    for line in (
-        "#   gpu        4      96     gpu:h100:4  2-00:00:00  h100,ib",
-        '# account = "proj1"        # yours: proj1, proj2',
-        "# gpus_per_node = 4",
-    ):
-        assert f"{line}\n" in text
+    assert "#   gpu        4      96     gpu:h100:4  2-00:00:00  h100,ib\n" in text
+    assert '# account = "proj1"        # yours: proj1, proj2\n' in text
     assert '# mpi = "pmix"' in text and "qos" not in text, "one QOS is no choice"
     uncommented = text.replace("# account", "account").replace("# [", "[").replace("# gpus", "gpus")
     (home / "default.toml").write_text(uncommented)
@@ -72,22 +62,3 @@ def test_init_writes_a_job_and_what_slurm_tells_of_the_cluster_once(tmp_path, ho
     assert str(again.exception) == "first.toml: is there already; choose another name"
     assert CliRunner().invoke(app, ["init", "second"]).exit_code == 0
     assert (home / "default.toml").read_text() == uncommented, "the user's own by now"
-
-
-def test_without_slurm_there_is_no_profile_but_a_job(tmp_path, home):
-    cluster(tmp_path / "bin", sinfo="exit 1")
-    said = CliRunner().invoke(app, ["init", "first"])
-    assert "no Slurm answers here" in said.stdout and not (home / "default.toml").exists()
-    assert init.profile_text() is None
-
-
-def test_the_schema_knows_every_section_and_the_spellings_of_slurm():
-    asked = CliRunner().invoke(app, ["schema", "--out", "schema.json"])
-    assert asked.exit_code == 0
-    schema = json.loads(Path("schema.json").read_text(encoding="utf-8"))
-    job, tuning = (schema["$defs"][schema[key]["$ref"].split("/")[-1]] for key in ("else", "then"))
-    assert {"rollout", "actor", "resources"} < job["properties"].keys()
-    assert "sft" in tuning["properties"] and tuning["additionalProperties"] is False
-    time = schema["$defs"]["Resources"]["properties"]["time"]
-    assert {each["type"] for each in time["anyOf"]} == {"string", "integer", "null"}
-    assert "Slurm time limit" in time["description"]

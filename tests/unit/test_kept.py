@@ -116,7 +116,6 @@ class Scheduler:
 @pytest.mark.parametrize(
     ("requests", "needed"),
     [
-        ([request(), request()], []),
         ([request(), request(top_k=1)], ["top_k"]),  # a greedy one that still runs
         ([request(), request(top_k=1, finished=True)], []),
         ([request(top_p=0.9), request(min_p=0.1)], ["top_p", "min_p"]),
@@ -147,19 +146,11 @@ def current(monkeypatch):
     return made
 
 
-def test_copies_come_after_the_step_that_was_begun(current):
-    scheduler = Scheduler()
-    scheduler.forward_stream = Stream()
-    scheduler.load_weights = lambda self=scheduler: let_step_end()
-    scheduler.load_weights()
-    assert current.awaited == [scheduler.forward_stream]
-
-
-@pytest.mark.parametrize("known", [{}, {"forward_stream": None}])
-def test_without_the_stream_of_steps_all_are_waited_for(current, known):
+@pytest.mark.parametrize("known", [{}, {"forward_stream": None}, {"forward_stream": Stream()}])
+def test_copies_come_after_the_step_that_was_begun_or_after_all(current, known):
     scheduler = Scheduler()
     vars(scheduler).update(known)
     scheduler.load_weights = lambda self=scheduler: let_step_end()
     scheduler.load_weights()
     let_step_end()  # no scheduler among the callers
-    assert current.awaited == ["all", "all"]
+    assert current.awaited == [known.get("forward_stream") or "all", "all"]

@@ -101,22 +101,6 @@ def pids_of(folder, ranks):
     return [int(pid) for path in paths for pid in path.read_text().split()]
 
 
-def test_cancel_leaves_nothing_alive_and_touches_nothing_else(tmp_path):
-    toy = "wait_forever_with_a_child"
-    other = {"actor": [toy, tmp_path / "other-pids"]}
-    bystander = launch(tmp_path / "other", [tasks("actor", 1)], other)
-    calls = {"rollout": [toy, tmp_path / "pids"]}
-    job = launch(tmp_path, [tasks("rollout", 2)], calls, max_restarts=3)
-    pids = pids_of(tmp_path, 2)
-    until((tmp_path / "other-pids-0").exists)
-    job.cancel()
-    assert not any(alive(pid) for pid in pids)
-    assert exit_code(tmp_path, job.job_id, 10) == 143
-    assert bystander.controller.find()
-    assert all(alive(pid) for pid in map(int, (tmp_path / "other-pids-0").read_text().split()))
-    bystander.cancel()
-
-
 @pytest.mark.parametrize("victim", ["controller", "launcher"])
 def test_nothing_survives_when_what_started_it_is_killed(tmp_path, victim):
     calls = {"rollout": ["wait_forever_with_a_child", tmp_path / "pids"]}

@@ -13,8 +13,7 @@ from relax_hpc.inference import members
 from relax_hpc.inference.members import Member, Roster, RosterEntry
 from relax_hpc.launch import script
 from relax_hpc.launch.placement import Component
-from relax_hpc.runs import verdict
-from relax_hpc.runs.scale import requests
+from relax_hpc.runs import report, status, verdict
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry.events import EventWriter
 from relax_hpc.sections import Resources
@@ -41,10 +40,9 @@ def refusal(*words):
     return str(answer.exception)
 
 
-COMMANDS = ("status", "logs", "resume", "cancel", "scale list", "scale in")
+COMMANDS = ("status", "resume", "cancel", "scale list")
 FOREIGN = {
-    "empty": "", "half": '{"mode": "slu', "list": "[1]", "number": "7", "foreign": '{"a": 1}',
-    "bytes": "\xff", "deep": "[" * 100_000,
+    "empty": "", "list": "[1]", "foreign": '{"a": 1}', "bytes": "\xff", "deep": "[" * 100_000,
 }  # fmt: skip
 
 
@@ -54,23 +52,11 @@ def test_a_broken_or_foreign_record_is_named_with_what_to_do(run, name, content)
     path = run.run_dir / name
     path.write_bytes(content.encode("latin-1"))
     for command in COMMANDS:
-        if name == "run.json" and command in ("logs", "cancel"):
-            continue  # they do not need it
-        options = ["--engines", "1"] if command == "scale in" else []
-        said = refusal(*command.split(), run.run_dir, *options)
+        if (name, command) == ("run.json", "cancel"):
+            continue  # it does not need it
+        said = refusal(*command.split(), run.run_dir)
         assert said.startswith(f"{path}: is not ") and "restore it" in said
     assert run.asked("sbatch") == run.asked("scancel") == []
-
-
-def test_logs_of_a_component_that_there_is_not_are_refused_and_the_scripts_can_be_had_alone(run):
-    (run.run_dir / "submission" / "7_batch.log").write_text("script's\n")
-    (run.run_dir / "submission" / "actor" / "7_0_log.out").write_text("actor's\n")
-    assert refusal("logs", run.run_dir, "--component", "nobody") == (
-        "--component nobody: this run has no such component; use rollout, actor, extra, job"
-    )
-    assert cli("logs", run.run_dir, "--component", "job").output == "job: script's\n"
-    assert cli("logs", run.run_dir, "--component", "actor").output == "actor-0: actor's\n"
-    assert cli("logs", run.run_dir).output == "job: script's\nactor-0: actor's\n"
 
 
 BATCH_LOG = """2026-01-01T00:00:00 actor: start 1 ended with exit code 1
@@ -89,37 +75,20 @@ def fail(run, **events):
                 writer.emit("error", message=message)
 
 
-def test_a_failed_run_says_which_component_failed_how_and_why_and_what_to_do(run):
-    fail(run, actor=["ValueError: old", "BusError: not finite\nmore"], rollout=["KeyError: x"])
-    lines = [line.strip() for line in cli("status", run.run_dir).output.splitlines()]
-    assert lines[0] == "run: FAILED"
-    why = "actor failed 2 times, exit code 3: actor-2: BusError: not finite"
-    assert f"reason        {why}" in lines
-    assert f"see           {run.run_dir}/submission/7_batch.log" in lines
-    assert f"to go on      relax-hpc resume {run.run_dir}" in lines
-    assert not [line for line in lines if "submit" in line]
-    assert "steps         0 of 30" in lines
-    assert as_json(run)["reason"] == why
-
-
 @pytest.mark.parametrize(("kind", "final"), [("RewardError", True), ("KeyError", False)])
 def test_where_the_job_or_a_program_is_to_be_corrected_another_run_is_advised(run, kind, final):
     fail(run, actor=[f"{kind}: the reward failed: RewardError: no"])
     said = cli("status", run.run_dir).output
     again = f"relax-hpc resume {run.run_dir}"
     assert (f"  to go on      {again}\n" in said) == (not final)
-    another = (
-        "  to go on      relax-hpc submit JOB --set name=NEW, "
-        "with the job or the program corrected\n"
-        f"  or            {again}, which keeps both as they were, if neither is the cause\n"
-    )
-    assert (another in said) == final
+    assert ("  to go on      relax-hpc submit JOB --set name=NEW, with the job or" in said) == final
+    assert (f"  or            {again}, which keeps both as they were" in said) == final
 
 
 def test_the_last_error_of_a_run_does_not_act_on_the_terminal(run):
     fail(run, actor=["ValueError: \x1b]0;owned\x07\x1b[2J\x9b31m\u202e"])
-    for command in ("status", "watch"):
-        said = cli(command, run.run_dir).output
+    shown = [cli(command, run.run_dir).output for command in ("status", "watch")]
+    for said in (*shown, report.text(status.collect(run.run_dir))):
         assert "␛]0;owned␇␛[2J" in said.replace("\n", "")
         assert not {*said} & {*"\x1b\x07\x9b\u202e"}
 
@@ -131,31 +100,23 @@ def test_without_an_event_a_failed_task_is_quoted_and_else_the_script(run):
     said = cli("status", run.run_dir).output
     assert "exit code 3: actor-0: ImportError: no torch\n" in said
     assert f"see           {path}\n" in said
-    path.write_text("")
+    path.unlink()
     path = path.with_name("7_gpu12_log.err")  # of a node, before its tasks have logs of their own
     path.write_text("slurmstepd-gpu12: error: execve(): /env/bin/python: No such file\n")
     said = cli("status", run.run_dir).output
     assert "exit code 3: actor on gpu12: slurmstepd-gpu12: error: execve(): /env/bin/pyt" in said
-    assert f"see           {path}\n" in said
-    lines = cli("logs", run.run_dir, "--component", "actor", "--all").output
-    assert "actor on gpu12: slurmstepd-gpu12: error: execve()" in lines
     path.unlink()
     log = run.run_dir / "submission" / "7_batch.log"
     log.write_text("7_submission.sh: line 9: module: command not found\n")
     assert "line 9: module: command not found\n" in cli("status", run.run_dir).output
-    run.says("7+0|TIMEOUT", "7+1|TIMEOUT")
-    log.unlink()
-    assert "reason        its time limit was over" in cli("status", run.run_dir).output
 
 
 def ended(words):
     return f"2026-01-01T00:00:00 actor: {words}\n"
 
 
-PROGRESS, LAUNCH = (
-    "step 3 of 30, 12k tokens/s\n",
-    "task 0 launch failed: Slurmd could not connect IO",
-)
+PROGRESS = "step 3 of 30, 12k tokens/s\n"
+LAUNCH = "task 0 launch failed: Slurmd could not connect IO"
 GAVE_UP = BATCH_LOG.splitlines(keepends=True)
 GAVE_UP[1:3] = [ended("would fail again in the same way, giving up")]
 REASONS = {
@@ -189,18 +150,16 @@ def test_the_reason_is_what_tasks_and_logs_say_of_whoever_ended_the_run(run, cas
 def test_a_script_that_has_not_even_a_log_did_not_see_the_run_directory(run):
     fail(run)
     log = run.run_dir / "submission" / "7_batch.log"
-    log.unlink()
-    told = f"Slurm began no log of its script in {log.parent}: it seems that its first node does"
-    assert told in cli("status", run.run_dir).output
-    log.touch()
     assert "began no log" not in cli("status", run.run_dir).output
+    log.unlink()
+    assert f"began no log of its script in {log.parent}:" in cli("status", run.run_dir).output
 
 
-def steps(run, *events, ago_s=0.0):
-    """(event, step) of an actor, one a second; the last `ago_s` seconds ago."""
+def steps(run, *events):
+    """(event, step) of an actor, one a second."""
     path = RunPaths(run.run_dir).events("actor", 0)
     path.parent.mkdir(exist_ok=True)
-    first = time.time() - ago_s - len(events) + 1
+    first = time.time() - len(events) + 1
     common = {"role": "actor", "rank": 0, "pid": 1, "num_trajectories": 8}
     common |= {"num_tokens": 1, "time/step": 1.0, "eta_s": 9.0}
     lines = [
@@ -210,41 +169,11 @@ def steps(run, *events, ago_s=0.0):
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def test_only_a_run_that_runs_has_time_to_go_and_it_says_when_its_last_step_was(run):
-    steps(run, ("step", 1), ("step", 2), ("step", 3), ago_s=300)
-    run.says("7+0|RUNNING", "7+1|RUNNING")
-    told = "steps         3 of 30, the last 5 min ago, 27 s to go\n"
-    assert told in cli("status", run.run_dir).output
-    for state in ("FAILED", "PENDING", "CANCELLED"):
-        run.says(f"7+0|{state}", f"7+1|{state}")
-        assert "steps         3 of 30\n" in cli("status", run.run_dir).output
-    run.is_silent()
-    answer = cli("status", run.run_dir).output
-    assert answer.startswith("run: UNREACHABLE\n") and "steps         3 of 30\n" in answer
-    assert "unreachable   squeue: slurm_load_jobs error: Unable to contact" in answer
-
-
 def test_after_a_resume_the_present_step_is_shown_and_not_the_highest(run):
     run.says("7+0|RUNNING", "7+1|RUNNING")
-    done = [("step", step) for step in range(1, 13)]
-    for events, shown in (
-        ([*done], 12),
-        ([*done, ("resume", 8)], 8),
-        ([*done, ("resume", 8), ("step", 9), ("step", 10)], 10),
-    ):
-        steps(run, *events)
+    for more, shown in (((), 8), ((("step", 9), ("step", 10)), 10)):
+        steps(run, *(("step", step) for step in range(1, 13)), ("resume", 8), *more)
         assert as_json(run)["progress"]["steps_done"] == shown
-
-
-def test_engines_of_a_run_that_waits_are_pending_and_its_idle_nodes_are_told(run):
-    run.says("7+0|PENDING", "7+1|PENDING")
-    listing = requests.collect(run.run_dir)
-    assert [(row.id, row.state, row.node) for row in listing.rows] == [("rollout-0", "PENDING", "")]
-    assert requests.text(listing).endswith("room for 2 more, once the run has been started")
-    run.says("7+0|RUNNING", "7+1|RUNNING")  # its scaler has not
-    assert requests.text(requests.collect(run.run_dir)).endswith("room for 2 more")
-    run.says("7+0|FAILED", "7+1|FAILED")
-    assert "room" not in requests.text(requests.collect(run.run_dir))
 
 
 def test_engines_of_every_pool_are_listed_and_those_of_a_fixed_one_have_no_version(run):
@@ -270,11 +199,6 @@ def test_engines_of_every_pool_are_listed_and_those_of_a_fixed_one_have_no_versi
         ["judge", "judge-1.0", "HEALTHY", "j1", "fixed"],
         ["judge", "judge-1.1", "STARTING", "j1", "fixed"],
     ]
-    table = requests.text(requests.collect(run.run_dir))
-    assert [line.split()[:5] for line in table.splitlines()[1:3]] == [
-        ["rollout-0", "rollout", "active", "r0", "v3"],
-        ["judge-0.0", "judge", "starting", "j0", "fixed"],
-    ]
 
 
 @pytest.mark.parametrize(
@@ -283,10 +207,8 @@ def test_engines_of_every_pool_are_listed_and_those_of_a_fixed_one_have_no_versi
         ("--comment=my exp # 2", '--comment="my exp # 2"'),
         ('--comment=say "it\\now" twice', '--comment="say \\"it\\\\now\\" twice"'),
         ("--comment=it's", '--comment="it\'s"'),
-        ('--comment="my exp"', '--comment="my exp"'),
         ("--comment='my exp'", "--comment='my exp'"),
         ("--exclusive", "--exclusive"),
-        ("-p main", "-p main"),
     ],
 )
 def test_options_of_sbatch_with_spaces_are_quoted_as_it_reads_its_script(tmp_path, option, line):
@@ -306,10 +228,9 @@ def noted(run_dir, *events):
             file.write(json.dumps(line) + "\n")
 
 
-START = [(0, "start", ""), (1, "start", "")]
+START = [(rank, "start", "") for rank in range(3)]
 VICTIMS = [
     "PeerTimeoutError: rank 0 of the 2 of this component left: it has closed the connection",
-    "DistBackendError: [1] is setting up NCCL communicator",
     "RuntimeError: [pair.cc:534] Connection closed by peer [10.1.0.2]:34879",
     "ConnectionResetError: [Errno 104] Connection reset by peer",
 ]
@@ -319,7 +240,7 @@ VICTIMS = [
 def test_the_reason_is_the_cause_and_not_who_lost_its_peer(tmp_path, victim):
     """O12: whoever says it first, and at whichever start."""
     cause = "SpreadError: responses to a prompt hardly ever differ"
-    before = (0, "error", "MismatchError: of an earlier start")
+    before = (2, "error", "MismatchError: of an earlier start")
     noted(tmp_path, *START, before, *START, (0, "error", cause), (1, "error", victim))
     assert verdict.last_error(tmp_path, ["actor"], 0.0) == (f"actor-0: {cause}", "actor-0")
     noted(tmp_path, *START, (1, "error", victim), (0, "error", cause), (1, "error", "KeyError"))

@@ -6,11 +6,9 @@ import re
 import pytest
 from job_trees import job_of
 
-from relax_hpc.config.job_file import validate
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import script
 from relax_hpc.launch.placement import groups, place
-from relax_hpc.launch.submit import resolve
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.engine.host import EngineHost, hosting_of, slots_of, spec_of
 from relax_hpc.roles.rollout import check as rollout_check
@@ -31,19 +29,16 @@ def config(rollout=None, actor=None, **launch):
 @pytest.fixture
 def profile(tmp_path):
     def write(text):
-        path = tmp_path / "site.toml"
-        path.write_text(text)
-        return str(path)
+        (tmp_path / "site.toml").write_text(text)
+        return f"{tmp_path}/site.toml"
 
     return write
 
 
 def test_rollout_is_component_0_because_its_time_limit_ends_the_job():
     components = place(config(rollout={"nodes": 2}))
-    assert [(c.name, c.tasks, c.nodes, c.tasks_per_node) for c in components] == [
-        ("rollout", 4, 2, 2),
-        ("actor", 2, 1, 2),
-    ]
+    found = [(each.name, each.tasks, each.nodes, each.tasks_per_node) for each in components]
+    assert found == [("rollout", 4, 2, 2), ("actor", 2, 1, 2)]
 
 
 def test_the_job_overrides_the_role_and_the_role_overrides_the_site(profile):
@@ -83,11 +78,6 @@ def test_a_type_of_gpus_of_which_nobody_says_a_number_is_refused(profile):
         assert place(config(rollout=asked))[0].resources.gpus_per_node == count
     path = profile("gpus_per_node = 4")
     assert place(config({"gpu_type": "h100"}, profile=path))[0].resources.gpus_per_node == 4
-    job = config(profile=profile('gpu_type = "h100"'))  # for jobs that ask for some
-    resolved, [rollout, _] = resolve(job)
-    assert (rollout.resources.gpu_type, rollout.resources.gpus_per_node) == ("h100", 0)
-    again = validate(resolved.model_dump(mode="json"), source="of a run")
-    assert place(again)[0].resources == rollout.resources
 
 
 def job(rollout=None, actor=None, reference=None, algorithm=None, **schedule):
@@ -106,8 +96,7 @@ def test_slurm_is_asked_for_one_component_with_two_steps_that_share_its_gpus(tmp
     assert "#SBATCH hetjob" not in text and not re.search(r"srun .*--het-group", text)
     assert text.count("#SBATCH --gpus-per-node=4") == 1
     actor, rollout = re.findall(r"srun --.*", text)
-    assert "--overlap" not in actor
-    assert "--overlap" in rollout
+    assert "--overlap" in rollout and "--overlap" not in actor
     assert all("--ntasks=4" in step and "--gpus-per-node=4" in step for step in (actor, rollout))
     # The memory saver of engines does not work with what trainers want of torch.
     functions = re.split(r"^component_\d\(\)", text, flags=re.MULTILINE)
@@ -119,8 +108,7 @@ def test_further_components_are_numbered_as_slurm_numbers_them(tmp_path):
     assert [each.name for each in components] == ["actor", "rollout", "reference"]
     assert groups(components) == [0, 0, 1]
     text = script.slurm_script(script.Job("run", tmp_path), components)
-    steps = re.findall(r"srun --het-group=(\d)", text)
-    assert steps == ["0", "0", "1"]
+    assert re.findall(r"srun --het-group=(\d)", text) == ["0", "0", "1"]
 
 
 @pytest.mark.parametrize("engines_per_task", [1, 2, 4])
@@ -152,7 +140,6 @@ def test_an_engines_lane_is_the_trainers_rank_on_its_own_first_gpu(tmp_path, eng
     [
         ({}, {"max_staleness": 1}, "schedule.max_staleness = 1: with engines.rollout.place.*to 0"),
         ({"resources": {"gpus_per_node": 2}}, {}, "s.gpus_per_node = 2: .*it is actor.resources"),
-        ({"resources": {"max_nodes": 2}}, {}, "max_nodes = 2: .*none can be added; remove it"),
         ({"kind": "sglang", "nodes_per_engine": 2, "resources": {"nodes": 8}}, {},
          "engines.rollout.nodes_per_engine = 2: .*on one node"),
     ],
@@ -168,7 +155,6 @@ TWO_OF_TWO = {"kind": "sglang", "count": 2, "args": {"tp_size": 2}}
 @pytest.mark.parametrize(
     ("rollout", "actor", "message"),
     [
-        ({"count": 2}, {}, "count = 2: engines have 2 ranks, the actor has 4"),
         (TWO_OF_TWO | {"count": 4}, {}, "engines of tp_size 2 have 8 ranks, the actor has 4"),
         (TWO_OF_TWO, {"resources": {"gpus_per_node": 4}}, "fraction_static: is not set; .*g. 0.7"),
     ],

@@ -80,14 +80,11 @@ async def test_a_long_prompt_or_media_that_are_shared_are_waited_for(prompt, hom
     assert (await run(prompt, homes, view=view))[0] == asked
 
 
-async def test_one_that_is_refused_lets_the_next_go_first():
+async def test_one_that_is_refused_lets_the_next_go_first_and_one_whose_engine_is_lost_goes_on():
     before, begun, found = await run(LONG, refuse=[EngineError("no")])
     assert before == [0, 1, 2], "the engine is known by then, and nothing is waited for"
     assert isinstance(found[0], EngineError) and found[1].token_ids == [7]
     assert begun == [0, 1, 2, 9]
-
-
-async def test_one_whose_engine_is_lost_goes_on_and_holds_up_nobody():
     _, begun, found = await run(LONG, refuse=[EngineLostError("gone")])
     assert sorted(begun) == [0, 0, 1, 2, 9]
     assert [each.token_ids for each in found] == [[7]] * 4

@@ -3,61 +3,38 @@
 import json
 import logging
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as some
 
 from relax_hpc.bus import layout
-from relax_hpc.config.job_file import load, read_resolved
+from relax_hpc.config.job_file import load
 from relax_hpc.data import tokenizer
 from relax_hpc.data.rows import TaskShare
-from relax_hpc.data.source import Examined, KeptRows, PromptSource
+from relax_hpc.data.source import Examined, PromptSource
 from relax_hpc.errors import ConfigError, PeerTimeoutError
-from relax_hpc.launch.evaluate import EvaluationRequest, job_of
-from relax_hpc.roles.role import ModelRank
 from relax_hpc.roles.rollout import check, prompt_check, row_gate
 from relax_hpc.roles.rollout.row_gate import RowGate
 from relax_hpc.roles.sft import document_check
-from relax_hpc.roles.sft import loop as sft_task
-from relax_hpc.roles.training import build as training
-from relax_hpc.runs.changes import change
 from relax_hpc.runtime.files import records
 from relax_hpc.runtime.paths import RunPaths
 
 GOOD = {"prompt": "1+1=", "answer": "2"}
 BAD = {
-    1: "not JSON",
-    3: json.dumps({"prompt": " ", "answer": "2"}),
-    4: json.dumps({"question": "x", "answer": "2"}),
-    6: json.dumps({"prompt": "1" * 40, "answer": "2"}),
-    9: json.dumps({"prompt": "x", "answer": "two"}),
+    1: ("not JSON", "is not JSON"),
+    3: ('{"prompt": " ", "answer": "2"}', "the prompt is empty"),
+    4: ('{"question": "x", "answer": "2"}', "has no prompt; it has question, answer"),
+    6: (f'{{"prompt": "{40 * "1"}", "answer": "2"}}', "the prompt has 46 tokens"),
+    9: ('{"prompt": "x", "answer": "two"}', "answer = 'two': can never be matched"),
 }
-"""Row -> a line that is no prompt, of ten."""
-REASONS = (
-    "is not JSON",
-    "the prompt is empty",
-    "has no prompt; it has question, answer",
-    "the prompt has 46 tokens",
-    "answer = 'two': can never be matched",
-)
+"""Row -> a line that is no prompt, of ten, and why."""
 SKIP = ["prompts.bad_rows=skip", "prompts.max_prompt_tokens=30"]
-
-
-@given(some.integers(0, 50).flatmap(lambda n: some.tuples(some.just(n), some.sets(
-    some.integers(0, max(n - 1, 0)), max_size=n))))  # fmt: skip
-def test_rows_that_are_kept_are_numbered_anew_without_a_gap(case):
-    num_rows, left_out = case
-    kept = KeptRows(num_rows, left_out)
-    assert [kept[index] for index in range(len(kept))] == sorted(set(range(num_rows)) - left_out)
 
 
 @pytest.fixture
 def data(job):
-    lines = [BAD.get(row, json.dumps(GOOD | {"level": row})) for row in range(10)]
+    lines = [BAD.get(row, [json.dumps(GOOD | {"level": row})])[0] for row in range(10)]
     Path("train.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return RunPaths(job / "run")
 
@@ -76,34 +53,23 @@ def settle(config, paths, number=0, size=1):
 
 def settled(config, paths, size):
     """The prompts of each of several tasks that look at their rows at the same time."""
-    sources = [sources_of(config) for _ in range(size)]
-    gates = [
-        RowGate(config, paths, each, TaskShare(number, size)) for number, each in enumerate(sources)
-    ]
-    tasks = [threading.Thread(target=gate.settle) for gate in gates]
-    for task in tasks:
-        task.start()
-    for task in tasks:
-        task.join()
-    return [each.train for each in sources]
+    with ThreadPoolExecutor(size) as pool:
+        made = pool.map(lambda number: settle(config, paths, number, size), range(size))
+        return [each.train for each in made]
 
 
 def test_all_tasks_leave_out_the_same_rows_and_list_them_with_reasons(data, caplog, monkeypatch):
     config = load(Path("job.toml"), SKIP)
     monkeypatch.setattr(logging.getLogger("relax_hpc"), "propagate", True)
-    first, second, third = settled(config, data, 3)
-    epochs = [
-        [source[n].index for n in range(2 * len(source))] for source in (first, second, third)
-    ]
-    assert epochs[0] == epochs[1] == epochs[2]
-    assert sorted(epochs[0][:5]) == sorted(epochs[0][5:]) == [0, 2, 5, 7, 8]
-    assert [first[n].metadata["level"] for n in range(5)] == epochs[0][:5]
+    sources = settled(config, data, 3)
+    first, second, third = ([each[n].index for n in range(2 * len(each))] for each in sources)
+    assert first == second == third
+    assert sorted(first[:5]) == sorted(first[5:]) == [0, 2, 5, 7, 8]
+    assert [sources[0][n].metadata["level"] for n in range(5)] == first[:5]
     listed = [json.loads(line) for line in data.left_out.read_text().splitlines()]
-    assert [(each["set"], each["row"]) for each in listed] == [
-        ("prompts.train", row) for row in sorted(BAD)
-    ]
-    for each, said in zip(listed, REASONS, strict=True):
-        assert each["reason"].startswith(f"train.jsonl, line {each['row'] + 1}: {said}")
+    for each, (row, (_, said)) in zip(listed, BAD.items(), strict=True):
+        assert (each["set"], each["row"]) == ("prompts.train", row)
+        assert each["reason"].startswith(f"train.jsonl, line {row + 1}: {said}")
     assert "prompts.train: 5 of 10 rows are left out" in caplog.text
 
 
@@ -120,17 +86,13 @@ def test_a_run_does_not_go_on_with_another_number_of_rows(data):
 def test_a_run_that_was_begun_in_another_order_is_refused(tmp_path, header):
     paths = RunPaths(tmp_path).bus
     layout.create(paths, ["rollout-0"], header)
-    said = (
-        f"begun in order {header.get('order', 1)} of the prompts, this relax-hpc has order 2; use"
-    )
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(
+        ConfigError, match=f"begun in order {header.get('order', 1)} of the prompts"
+    ):
         row_gate.check_order(paths)
 
 
-@pytest.mark.parametrize(
-    "change",
-    ["data", "template", "prompts.assistant_prefix=x", "eval.heldout.columns.tools='none'"],
-)
+@pytest.mark.parametrize("change", ["data", "template", "eval.heldout.columns.tools='none'"])
 def test_what_was_found_is_not_used_for_other_data_templates_or_settings(data, monkeypatch, change):
     Path("train.jsonl").write_text(f"{json.dumps(GOOD)}\n" * 10, encoding="utf-8")
     config = load(Path("job.toml"))
@@ -175,7 +137,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_every_later_start_goes_by_what_was_decided_whatever_becomes_of_the_data(
     data, monkeypatch, size, change
 ):
@@ -261,7 +223,7 @@ def test_a_task_that_does_not_look_at_its_rows_or_decide_is_named(data):
     config = load(Path("job.toml"), [*SKIP, "launch.advanced.peer_timeout_s=1"])
     with pytest.raises(PeerTimeoutError, match=r"rollout-0, rollout-2 did not look at its prompts"):
         settle(config, data, 1, 3)
-    with pytest.raises(PeerTimeoutError):
+    with pytest.raises(PeerTimeoutError, match="rollout-1 did not look at its prompts"):
         settle(config, data, 0, 2)
     with pytest.raises(PeerTimeoutError, match=r"rollout-0 did not decide in launch.advanced.peer"):
         settle(config, data, 1, 2)
@@ -298,6 +260,15 @@ def write(name, rows):
     )
 
 
+TEXTS = ["漢" * 29 if number == 1234 else "1" * 30 for number in range(3000)]
+"""The one on line 1,235 does not fit, but is not long in letters."""
+SFT = """
+name = "run"
+model.path = "model"
+sft = {train = "train.jsonl", heldout = "heldout.jsonl", max_tokens = 60, SIZE, epochs = 2}
+"""
+
+
 @pytest.fixture
 def two_layouts(job):
     Path("job.toml").write_text(JOB, encoding="utf-8")
@@ -326,14 +297,11 @@ def test_each_set_is_read_by_its_own_names_and_by_the_jobs_where_it_has_none(two
     ("setting", "said"),
     [
         ("eval.math.columns.answer='soltion'",
-         "eval.math.path: HERE/math.jsonl, line 1: has no soltion; it has problem, solution, level;"
-         " set eval.math.columns.answer to the field that is the answer; did you mean solution?"),
+         "eval.math.path: HERE/math.jsonl, line 1: has no soltion; it has problem, solution, le"),
         ("eval.math.columns.source='levl'",
-         "eval.math.columns.source = 'levl': none of the 4 rows that were looked at has it; the "
-         "first has problem, solution, level; did you mean level?"),
+         "eval.math.columns.source = 'levl': none of the 4 rows that were looked at has it; the"),
         ("prompts.sources.sums.columns.answer='truth.vlue'",
-         "HERE/sums.jsonl, line 1: has no truth.vlue; it has problem, truth.value, subject; set "
-         "prompts.sources.sums.columns.answer to the field that is the answer; did you mean trut"),
+         "subject; set prompts.sources.sums.columns.answer to the field that is the answer; di"),
         ("prompts.columns.tools='can'", "prompts.columns.tools = 'can': none of the 8 rows"),
         ("prompts.columns.prompt=3", "job.toml: prompts.columns.prompt = 3: use text, in quotes"),
     ],
@@ -345,51 +313,9 @@ def test_a_mistake_is_said_with_its_set_before_anything_is_queued(
     assert said.replace("HERE", str(Path.cwd())) in found and "\n" not in found
 
 
-@pytest.mark.parametrize("key", ["prompts", "eval.math", "prompts.sources.sums"])
-def test_a_run_keeps_the_names_of_its_sets(two_layouts, key):
-    setting = f"{key}.columns.answer"
-    with pytest.raises(ConfigError, match=f"--set {setting}='x': "):
-        change(load(two_layouts), [f"{setting}=x"])
-
-
-def test_a_run_of_a_version_that_had_one_name_for_all_sets_is_read(two_layouts):
-    config = load(two_layouts)
-    tree = config.model_dump(mode="json")
-    for each in (*tree["eval"].values(), *tree["prompts"]["sources"].values()):
-        del each["columns"]
-    two_layouts.with_name("config.json").write_text(json.dumps(tree))
-    old = read_resolved(two_layouts.with_name("config.json").absolute())
-    sets = [*old.eval.values(), *old.prompts.sources.values()]
-    assert all(each.columns == config.prompts.columns for each in sets)
-
-
-def test_a_model_alone_is_scored_on_sets_with_names_of_their_own(two_layouts):
-    keys = ["eval.math.columns.prompt=problem", "eval.math.columns.answer=solution"]
-    alone = job_of(EvaluationRequest(Path("model"), None, {"math": "math.jsonl"}, overrides=keys))
-    of_job = job_of(EvaluationRequest(Path("model"), two_layouts, {"math": "math.jsonl"}))
-    for config, names in ((alone, ["math"]), (of_job, ["math", "same"])):
-        sets = prompt_check.open_files(config, is_trained=False).heldout
-        assert list(sets) == names and sets["math"][0].prompt == "0+3="
-    assert sets["same"][0].prompt == "0+1="
-
-
-SFT = """
-name = "run"
-model.path = "model"
-sft = {train = "train.jsonl", heldout = "heldout.jsonl", batch_size = 7, epochs = 2}
-"""
-
-
-@pytest.fixture
-def many(job):
-    """3,000 prompts of which the one on line 1,235 does not fit, but is not long in letters."""
-    records = [{"prompt": "1" * 30, "answer": "2"} for _ in range(3000)]
-    records[1234] = {"prompt": "漢" * 29, "answer": "2"}
-    write("train", records)
-    return load(Path("job.toml"), ["prompts.max_prompt_tokens=60"])
-
-
-def test_tasks_look_at_different_prompts_and_together_at_all(many):
+def test_tasks_look_at_different_prompts_and_together_at_all(job):
+    write("train", [{"prompt": text, "answer": "2"} for text in TEXTS])
+    many = load(Path("job.toml"), ["prompts.max_prompt_tokens=60"])
     sources = sources_of(many)
     [said] = prompt_check.check_sample(many, sources)
     assert "all are checked when the job starts" in said
@@ -424,49 +350,23 @@ def test_check_says_where_there_are_fewer_rows_than_are_asked_for_at_once(job):
         return [*check.few_rows(config, sources_of(config))]
 
     assert said("schedule.prompts_per_step=5", "eval.heldout.num_prompts=3") == []
-    assert said("schedule.prompts_per_step=6", "eval.heldout.num_prompts=4") == [
-        "schedule.prompts_per_step = 6: rows in prompts.train: 5, so every step has prompts more "
-        "than once",
-        "eval.heldout.num_prompts = 4: rows in eval.heldout.path: 3, and all of them are used",
-    ]
+    train, heldout = said("schedule.prompts_per_step=6", "eval.heldout.num_prompts=4")
+    assert "= 6: rows in prompts.train: 5, so every step has prompts more than once" in train
+    assert "= 4: rows in eval.heldout.path: 3, and all of them are used" in heldout
 
 
-@pytest.fixture
-def documents(job):
-    Path("sft.toml").write_text(SFT, encoding="utf-8")
-    records = [{"prompt": "1" * 30, "completion": "2"} for _ in range(3000)]
-    write("heldout", records[:3])
-    records[1234] = {"prompt": "漢" * 29, "completion": "2"}
-    write("train", records)
-    return load(Path("sft.toml"), ["sft.max_tokens=60"])
-
-
-def test_of_many_documents_a_sample_is_checked_and_the_steps_are_counted_all_the_same(documents):
+def test_of_many_documents_a_sample_is_checked_and_the_steps_are_counted_all_the_same(job):
+    write("train", [{"prompt": text, "completion": "2"} for text in TEXTS])
+    write("heldout", [{"prompt": text, "completion": "2"} for text in TEXTS[:3]])
+    for name, size in (("by_count", "batch_size = 7"), ("by_tokens", "tokens_per_step = 6000")):
+        Path(f"{name}.toml").write_text(SFT.replace("SIZE", size), encoding="utf-8")
+    documents = load(Path("by_count.toml"))
     files = document_check.open_files(documents)
     sizes, tokens = document_check.read(documents, files), tokenizer.load(Path("model"))
     steps, left_out = document_check.check_sample(documents, files, sizes, tokens)
     assert steps == 858  # 2 x 3,000 documents by 7, and the rest
     assert left_out.startswith("checked 1,003 of 3,003 documents; all are checked when the job")
-    counted = load(Path("sft.toml"), ["sft.max_tokens=60"])
-    by_tokens = counted.sft.model_copy(update={"batch_size": None, "tokens_per_step": 6000})
-    counted = counted.model_copy(update={"sft": by_tokens})
-    with pytest.raises(ConfigError, match=r"train.jsonl, line 1235: has \d+ tokens"):
-        document_check.check_sample(counted, files, sizes, tokens)  # to count, all are read
-
-
-@pytest.mark.parametrize("rank", range(3))
-def test_a_rank_that_finds_a_bad_document_ends_before_anything_is_trained(
-    documents, monkeypatch, rank
-):
-    class BeyondTheCheckError(Exception):
-        pass
-
-    def device(local_rank, asked):
-        raise BeyondTheCheckError
-
-    monkeypatch.setattr(training, "own_device", device)
-    world, task = SimpleNamespace(size=3, rank=rank), SimpleNamespace(local_rank=0, gpus=0)
-    expected = ConfigError if rank == 1234 % 3 else BeyondTheCheckError
-    with pytest.raises(expected) as found:
-        sft_task.main(ModelRank(documents, None, world, task, None))
-    assert getattr(found.value, "is_final", False) == (expected is ConfigError)
+    with pytest.raises(
+        ConfigError, match=r"train.jsonl, line 1235: has \d+ tokens"
+    ):  # all are read
+        document_check.check_sample(load(Path("by_tokens.toml")), files, sizes, tokens)

@@ -26,17 +26,13 @@ def test_every_mistake_can_be_planted_where_its_list_says(area):
         assert is_code, f"{area}.toml: {mutant.name}: no Python"
 
 
-def test_every_test_that_is_to_notice_a_mistake_exists():
+def test_every_mistake_has_a_name_of_its_own_and_tests_that_exist():
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(set(names)) == len(names) and all(mutant.tests for mutant in MUTANTS)
     for test in {test for mutant in MUTANTS for test in mutant.tests}:
         file, _, name = test.partition("::")
         found = re.search(rf"^def {re.escape(name)}\b", (ROOT / file).read_text(), re.MULTILINE)
         assert found or not name, test
-
-
-def test_every_mistake_has_a_name_of_its_own_and_a_test():
-    names = [mutant.name for mutant in MUTANTS]
-    assert len(set(names)) == len(names)
-    assert all(mutant.tests for mutant in MUTANTS)
 
 
 def test_links_to_folders_are_there_where_mistakes_are_planted():

@@ -38,19 +38,17 @@ SLURM = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "h4[a-b]"}
 
 
 class Ranks(Nodes):
-    def start(self, place, arguments, variables):
-        command = [*self.on(place), sys.executable, "-c", RANK, *arguments]
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path)} | variables,
-        )  # fmt: skip
-
     def meet(self, folder, network="", reach_s=20, **variables):
         """Returns what rank 0 on the first node and rank 1 on the second one said."""
-        record, told = folder / "record", dict(variables)
+        told = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path)} | variables
+        arguments = network, str(reach_s), str(folder / "record")
         ranks = [
-            self.start(k, [str(k), network, str(reach_s), str(record)], told) for k in range(2)
-        ]
+            subprocess.Popen(
+                [*self.on(k), sys.executable, "-c", RANK, str(k), *arguments], env=told,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for k in range(2)
+        ]  # fmt: skip
         if reach_s == 20:
             return [each.communicate(timeout=60)[0].strip() for each in ranks]
         said = ranks[1].communicate(timeout=60)[0].strip()

@@ -45,10 +45,7 @@ def test_an_occasion_is_told_once_in_a_while_over_all_attempts(tmp_path, told, m
 
 def test_a_reward_that_rises_no_more_is_told_once_and_again_after_it_rose(tmp_path, told):
     program, read = told
-    _, config = made = make(
-        tmp_path, notify={"command": [program], "advanced": {"plateau_steps": 3}}
-    )
-    watch = ProgressWatch(Notifier(*made), config.notify.advanced.plateau_steps)
+    watch = ProgressWatch(Notifier(*make(tmp_path, notify={"command": [program]})), 3)
     watch.take([step(number, 1.0, 0.5) for number in range(1, 4)])
     assert read() == []
     watch.take([step(4, 1.0, 0.5), step(5, 1.0, 0.25), step(6, 1.0, None)])
@@ -116,27 +113,22 @@ def slurm(tmp_path, monkeypatch):
 
 
 def test_the_jobs_comment_says_the_progress(slurm):
-    comment = Comment("7")
+    comment, other = Comment("7"), Comment("8")
     comment.show(step(3, 1.0, 0.5, eta_s=7200.0), 100)
     comment.show(step(4, 1.0, None), 100)
-    asked = (slurm / "asked").read_text().splitlines()
-    assert asked == [
+    asked = slurm / "asked"
+    assert asked.read_text().splitlines() == [
         "squeue -h -j 7 -o %k", "Comment=relax-hpc: step 3 of 100, reward 0.500, 2.0 h to go",
         "squeue -h -j 7 -o %k", "Comment=relax-hpc: step 4 of 100",
     ]  # fmt: skip
-
-
-def test_a_comment_of_the_users_stays_and_a_slurm_that_refuses_is_asked_no_more(slurm):
-    comment = Comment("7")
-    (slurm / "comment").write_text("my experiment\n")
-    comment.show(step(3, 1.0, 0.5), 100)
-    (slurm / "comment").write_text("(null)\n")
-    comment.show(step(4, 1.0, 0.5), 100)
-    assert (slurm / "comment").read_text() == "(null)\n"
+    asked.unlink()
+    for said in ("my experiment\n", "(null)\n"):  # a comment of the user's stays
+        (slurm / "comment").write_text(said)
+        comment.show(step(5, 1.0, 0.5), 100)
+        assert (slurm / "comment").read_text() == said
     (slurm / "refuses").touch()
-    other = Comment("8")
     other.show(step(3, 1.0, 0.5), 100)
     (slurm / "refuses").unlink()
-    other.show(step(4, 1.0, 0.5), 100)
+    other.show(step(4, 1.0, 0.5), 100)  # a Slurm that refuses is asked no more
     Comment("local-12").show(step(3, 1.0, 0.5), 100)
-    assert len((slurm / "asked").read_text().splitlines()) == 2
+    assert len(asked.read_text().splitlines()) == 2

@@ -1,26 +1,39 @@
-"""What a rollout task makes of its own groups that teach nothing, before the trainer sees them."""
+"""The rollout loop: how far it runs ahead, what it skips, when it publishes, and a full bus."""
 
+import errno
 import random
 from contextlib import ExitStack
+from pathlib import Path
 
+import episode_fakes
+import numpy as np
+import pytest
 from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus
+from bus_fixtures import group as prompt_group
+from episode_fakes import Folder
 from roles import role_fakes
+from roles.role_fakes import Events
 
+from relax_hpc.bus import durable, layout
 from relax_hpc.bus.credits import Credit, CreditTail
-from relax_hpc.bus.plan import read_chain
+from relax_hpc.bus.durable import BusFullError
+from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.skips import SkippedGuids
-from relax_hpc.errors import PeerTimeoutError
+from relax_hpc.bus.staleness import mask_over_age
+from relax_hpc.inference.members import Member, Roster, RosterEntry
+from relax_hpc.inference.pool_client import engine_state
 from relax_hpc.roles.dealing.portions import judge_of, most_skipped
+from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.roles.rollout import skips as skips_module
 from relax_hpc.roles.rollout.folders import Folders
 from relax_hpc.roles.rollout.loop import Pace
 from relax_hpc.roles.rollout.skips import TaskSkips, exchange_of
 from relax_hpc.runtime.files.records import read_json
 from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.schema import PromptGroup
 
 P = 4
-APART = {"weights__transport": "files"}
 
 
 def config(lag=1, **settings):
@@ -39,9 +52,6 @@ def ends(credit, skipped, lag=1):
     pace = Pace(config(lag))
     pace.follow(credit, skipped)
     return [min(g for g in range(99) if pace.batch_of(g) > b) for b in range(1, lag + 3)]
-
-
-# the ends of batches
 
 
 def test_own_skips_move_the_ends_of_batches_that_the_trainer_says():
@@ -70,7 +80,11 @@ def test_an_end_is_never_further_away_than_by_all_skips_and_as_far_if_all_are_ow
         assert ends(Credit(), all_of_them) == both, seed
 
 
-# which groups they are
+def test_a_trainer_has_seen_what_is_before_its_place_or_retired_and_nothing_of_unknown_producers():
+    told = Credit(seen=(2, 9), retired_guid_below=8)
+    places = ((0, 1), (0, 2), (1, 8), (2, 0), None)
+    assert [told.covers(8, place) for place in places] == [1, 0, 1, 0, 0]
+    assert [told.covers(7, place) for place in places] == [1, 1, 1, 1, 1]
 
 
 def test_they_are_own_from_the_moment_they_are_finished_until_the_trainer_has_seen_them(tmp_path):
@@ -117,100 +131,10 @@ def test_without_a_trainer_no_more_are_replaced_than_it_would_let_pass():
     assert guid == most_skipped(made) + P == 44
 
 
-# all of it
-
-
-LAG, STEPS, NUM_GUIDS = 2, 6, 400
-
-
-class Run:
-    """Two tasks that go as far as they may, a trainer that looks now and then and starts again."""
-
-    def __init__(self, paths, dice, folders):
-        self.paths, self.dice, self.folders, self.made = paths, dice, folders, config(LAG)
-        self.flat = {guid for guid in range(NUM_GUIDS) if dice.random() < 0.5}
-        self.tasks = [(TaskSkips(self.made, each), Pace(self.made)) for each in folders]
-        self.credits, self.credit = CreditTail(paths), None
-        self.next_guids, self.running = [0, 1], {}
-        self.trainer, self.position, self.step = None, None, 1
-        self.num_ahead = 0
-        """Groups that the trainer had not let them start yet."""
-
-    def hear(self):
-        self.credit = self.credits.latest()
-
-    def start(self):
-        credit, task = self.credit or Credit(), self.dice.randrange(2)
-        (skips, pace), guid = self.tasks[task], self.next_guids[task]
-        pace.follow(credit, skips.unknown_to(self.credit))
-        if pace.wait_reason(guid, credit.policy_version) is None:
-            self.num_ahead += bool(credit.batch_ends) and guid >= credit.batch_ends[LAG]
-            self.running[guid] = credit.policy_version
-            self.next_guids[task] += 2
-
-    def finish(self):
-        if self.running:
-            guid = self.dice.choice(sorted(self.running))
-            done = sampled(guid, flat=guid in self.flat, version=self.running.pop(guid))
-            self.tasks[guid % 2][0].judge([done])
-            self.folders[guid % 2].put([done])
-
-    def restart(self):
-        if self.trainer:
-            self.trainer.close()
-        self.trainer = Sequencer(
-            self.paths, prompts_per_step=P, position=self.position, max_staleness=LAG,
-            judge=judge_of(self.made),
-        )  # fmt: skip
-        self.trainer.advance(step=self.step - 1, policy_version=self.step - 1)
-
-    def train(self):
-        if self.trainer is None:
-            return
-        try:
-            self.trainer.next_portion(self.step, timeout_s=-1)
-        except PeerTimeoutError:
-            return
-        self.trainer.advance(step=self.step, policy_version=self.step)
-        self.trainer.release(self.step - 1)
-        self.position, self.step = self.trainer.position, self.step + 1
-
-
-def test_no_token_is_staler_than_the_bound_and_batches_are_exact_whoever_knows_what(tmp_path):
-    num_ahead = 0
-    acts = {"start": 30, "finish": 15, "train": 10, "hear": 10, "restart": 1}
-    for seed in range(8):
-        paths = make_bus(tmp_path / str(seed))
-        with ExitStack() as opened:
-            folders = [opened.enter_context(Folders.open(paths, n, 2, {})) for n in (0, 1)]
-            run = Run(paths, random.Random(seed), folders)
-            while run.step <= STEPS:
-                getattr(run, *run.dice.choices([*acts], [*acts.values()]))()
-            run.trainer.close()
-        num_ahead += run.num_ahead
-        teaching = [guid for guid in range(NUM_GUIDS) if guid not in run.flat]
-        for record in read_chain(paths).steps:
-            assert sorted(record.guids) == teaching[(record.step - 1) * P : record.step * P], seed
-            assert record.step - 1 - record.policy_version_min <= LAG, seed
-    assert num_ahead > 10
-
-
-# other tasks
-
-
-def test_of_a_producer_that_a_trainer_did_not_know_nothing_was_seen():
-    told = Credit(seen=(2, 9))
-    places = ((0, 1), (0, 2), (1, 8), (2, 0), None)
-    assert [told.covers(7, place) for place in places] == [1, 0, 1, 0, 0]
-    retired = told._replace(retired_guid_below=8)
-    assert [retired.covers(7, place) for place in places] == [1, 1, 1, 1, 1]
-    assert [retired.covers(8, place) for place in places] == [1, 0, 1, 0, 0]
-
-
 def test_tasks_that_have_nothing_to_do_tell_each_other_what_is_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(skips_module, "EXCHANGE_EVERY_S", 0.0)
-    run, made = RunPaths(tmp_path / "run"), config(launch__layout="separate", **APART)
-    paths = make_bus(tmp_path)
+    made = config(launch__layout="separate", weights__transport="files")
+    run, paths = RunPaths(tmp_path / "run"), make_bus(tmp_path)
     with ExitStack() as opened:
         folders = [opened.enter_context(Folders.open(paths, n, 2, {})) for n in (0, 1)]
         tasks = [TaskSkips(made, f, exchange_of(made, run, n, 2)) for n, f in enumerate(folders)]
@@ -232,3 +156,206 @@ def test_tasks_that_have_nothing_to_do_tell_each_other_what_is_skipped(tmp_path,
         assert [task.unknown_to(half) for task in tasks] == [[1], [1]]
         assert [task.unknown_to(Credit(seen=(1, 1))) for task in tasks] == [[], []]
         assert [task.unknown_to(Credit()) for task in tasks] == [[], []]
+
+
+PROMPTS = 4
+CONFIG = role_fakes.config(
+    rollout__advanced__groups_per_shard=1, schedule={"num_steps": 1, "prompts_per_step": PROMPTS}
+)
+
+
+def no_space():
+    return BusFullError(Path("shard"), OSError(errno.ENOSPC, "no space left"))
+
+
+def test_a_folder_for_which_there_was_no_room_is_tried_again_and_the_others_are_not(
+    tmp_path, monkeypatch
+):
+    paths = RunPaths(tmp_path).bus
+    layout.create(paths, ["rollout-0", "rollout-1"], {})
+    with Producer(paths, "rollout-1", {}) as producer:
+        producer.put([prompt_group(5)])
+    layout.deal(paths, ["rollout-0"])
+    with Folders.open(paths, 0, 1, {}) as folders:
+        outbox = rollout.Outbox(folders, Events(), CONFIG)
+        put = Producer.put
+
+        def full(self, groups):
+            if self.name == "rollout-1":
+                raise no_space()
+            return put(self, groups)
+
+        outbox.add([prompt_group(0), prompt_group(1), prompt_group(3)])
+        with monkeypatch.context() as patched:
+            patched.setattr(Producer, "put", full)
+            outbox.send(rest=True)
+        assert outbox.guids == [1, 3] and folders.committed == {0, 5}
+        outbox._space = durable.Space()  # there is room again
+        outbox.send(rest=True)
+        assert outbox.guids == [] and folders.committed == {0, 1, 3, 5}
+
+
+def test_nothing_new_is_started_while_finished_groups_find_no_space(monkeypatch, caplog):
+    space, now = [], 100.0
+
+    def publish(producer, groups, events, *, masks_errors):
+        if not space:
+            raise no_space()
+
+    monkeypatch.setattr(rollout, "publish", publish)
+    monkeypatch.setattr(durable.time, "monotonic", lambda: now)
+    outbox = rollout.Outbox(episode_fakes.Folder(), Events(), CONFIG)
+    assert not outbox.full
+    outbox.send(rest=True)
+    assert not outbox.full  # there was nothing to send
+    outbox.add([PromptGroup(0, [])])
+    outbox.send(rest=False)
+    assert outbox.full
+    [line] = [line for line in caplog.messages if "no space" in line]
+    assert line.startswith("shard (owner ") and "nothing is lost: make room" in line
+    space, now = ["again"], 104.9
+    outbox.send(rest=True)
+    assert outbox.full and outbox.guids == [0]  # it is too soon to try again
+    now = 105.0
+    outbox.send(rest=True)
+    assert not outbox.full and outbox.guids == []
+
+
+def pace(over_sampling=0.0, **schedule):
+    over_age = "drop" if over_sampling else "wait"
+    schedule = {"num_steps": 9, "prompts_per_step": PROMPTS, "over_age": over_age, **schedule}
+    return rollout.Pace(
+        role_fakes.config(rollout__advanced__over_sampling=over_sampling, schedule=schedule)
+    )
+
+
+def admitted(pace, version):
+    return sum(pace.wait_reason(guid, version) is None for guid in range(100))
+
+
+def test_groups_start_within_the_staleness_bound_and_with_over_sampling_so_many_more():
+    # 4 prompts a step; with version 2 step 3 is next
+    assert admitted(pace(max_staleness=0), 2) == 12
+    assert admitted(pace(max_staleness=1), 2) == 16
+    assert admitted(pace(over_sampling=0.5, max_staleness=0), 2) == 14
+    assert admitted(pace(over_sampling=0.5, max_staleness=1), 2) == 18
+    assert admitted(pace(max_staleness=1), None) == 0  # there is no engine
+
+
+def told(pace, step, *ends):
+    pace.follow(Credit(step=step, policy_version=step, batch_ends=ends))
+    return pace
+
+
+def test_what_is_skipped_moves_the_ends_of_batches():
+    # 4 prompts a step; of the first 14 groups 5 were skipped: 2 of batch 1, 3 of batch 2
+    bound = told(pace(max_staleness=0), 0, 6, 13)
+    batches = [bound.batch_of(guid) for guid in range(22)]
+    assert batches == [1] * 6 + [2] * 7 + [3] * 4 + [4] * 4 + [5]
+    assert [admitted(bound, version) for version in (0, 1, 2, 3)] == [6, 13, 17, 21]
+    assert admitted(told(pace(max_staleness=1), 0, 6, 13), 0) == 13
+    bound = told(pace(max_staleness=0), 3, 21, 25)  # of the batches from the fourth on
+    assert bound.batch_of(0) == 4 and bound.batch_of(21) == 5
+    assert admitted(bound, 3) == 21 and admitted(bound, 4) == 25
+    over = told(pace(over_sampling=0.5, max_staleness=0), 0, 6, 13)
+    assert admitted(over, 0) == 8
+
+
+def test_as_many_groups_are_started_as_the_run_will_train_on():
+    assert admitted(pace(max_staleness=5), 9) == 36  # nine steps
+    assert admitted(told(pace(max_staleness=5), 8, 41), 9) == 41
+
+
+def test_no_policy_beyond_the_bound_samples_for_a_group():
+    bound = pace(max_staleness=1)
+    assert bound.min_version(4 * 5, 5) == 4  # batch 6 is trained by step 6, on top of policy 5
+    assert bound.min_version(0, 0) == 0
+    over = pace(over_sampling=0.5, max_staleness=0)
+    assert over.min_version(13, 2) == 2  # batch 4 wants policy 3, which is not there yet
+
+
+def test_a_batch_is_published_when_its_last_group_is_done_and_not_before():
+    batches = pace()
+    assert not batches.is_done(ready=[0, 1, 3], running=[2, 4, 5])
+    assert batches.is_done(ready=[0, 1, 2, 3], running=[4, 5])
+    assert not batches.is_done(ready=[0, 1, 2, 3, 5], running=[4])
+    assert batches.is_done(ready=[0], running=[])
+
+
+def test_a_finished_group_does_not_wait_long_for_others(monkeypatch):
+    published = []
+    monkeypatch.setattr(rollout, "publish", lambda producer, groups, **_: published.append(groups))
+    outbox = rollout.Outbox(
+        Folder(), Events(), role_fakes.config(rollout__advanced__groups_per_shard=3)
+    )
+    first, second = PromptGroup(0, []), PromptGroup(1, [])
+    outbox.add([first])
+    outbox.send(rest=False)
+    assert published == [] and outbox.guids == [0]
+    monkeypatch.setattr(rollout, "READY_S", -1.0)
+    outbox.send(rest=False)
+    assert published == [[first]] and outbox.guids == []
+    outbox.send(rest=True)
+    assert len(published) == 1  # nothing is no shard
+    monkeypatch.setattr(rollout, "READY_S", 1e9)
+    outbox.add([second])
+    outbox.add([first])
+    outbox.send(rest=False)
+    assert len(published) == 1  # a shard is three
+    outbox.add([second])
+    outbox.send(rest=False)
+    assert published[1:] == [[second, first, second]]
+
+
+def member(state="HEALTHY", start="a"):
+    return Member("extra-1", start, "http://x", 1, "embedded", state)
+
+
+def roster(version=3, state="ACTIVE", start="a", at=3):
+    return Roster(version, {"extra-1": RosterEntry(start, at, state)})
+
+
+@pytest.mark.parametrize(
+    ("record", "known", "own", "expected"),
+    [
+        (member(), None, True, "serving"),
+        (member(), None, False, "held"),
+        (member(), roster(), False, "serving"),
+        (member(), roster(version=4), False, "held"),
+        (member(), roster(state="SYNCING"), True, "held"),
+        (member(), roster(state="FENCED", at=None), True, "lost"),
+        (member(start="b"), roster(state="FENCED", at=None), True, "held"),
+        (member(start="b"), roster(), True, "held"),
+        (member(), Roster(3, {}), True, "held"),
+        (member("DRAINING"), roster(), False, "held"),
+        (member("GONE"), roster(), True, "lost"),
+    ],
+)
+def test_only_an_engine_whose_records_agree_on_the_newest_policy_is_sent_requests(
+    record, known, own, expected
+):
+    assert engine_state(record, known, own=own) == expected
+
+
+# tokens 0-1 given; 2-4 by policy 5, of which 3 is a tool's; 5-6 by policy 6, 7 by policy 7
+RUNS, MASK = [(2, 5), (5, 6), (7, 7)], [0, 0, 1, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("runs", "step", "max_staleness", "expected"),
+    [
+        (RUNS, 8, 2, [0, 0, 1, 0, 1, 1, 1, 1]),  # 8 - 1 - 5 = 2: just young enough
+        (RUNS, 8, 1, [0, 0, 0, 0, 0, 1, 1, 1]),
+        (RUNS, 9, 2, [0, 0, 0, 0, 0, 1, 1, 1]),
+        (RUNS, 8, 0, [0, 0, 0, 0, 0, 0, 0, 1]),  # on-policy: only what policy 7 sampled
+        # An engine that was given older weights: the last run is older than the one before.
+        ([(2, 7), (5, 4)], 8, 1, [0, 0, 1, 0, 1, 0, 0, 0]),
+    ],
+)
+def test_tokens_of_policies_beyond_the_bound_leave_the_loss_in_a_copy(
+    runs, step, max_staleness, expected
+):
+    before = role_fakes.row(prompt=2, response=6, mask=MASK)
+    before = before._replace(version_runs=np.array(runs, np.int32))
+    masked = mask_over_age(before, step=step, max_staleness=max_staleness)
+    assert masked.loss_mask.tolist() == expected and before.loss_mask.tolist() == MASK

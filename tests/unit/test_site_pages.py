@@ -1,11 +1,14 @@
-"""The site: each page is in its navigation once, and it loads nothing from elsewhere."""
+"""Pages of the site are in its navigation and load nothing; tested versions are listed."""
 
 import importlib.util
+import re
+import tomllib
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -20,16 +23,10 @@ def pages_of(nav):
     return [page for part in parts for page in pages_of(part)]
 
 
-def faults(nav, there):
-    """Pages that are missing in the navigation, in it twice, or in it and not there."""
-    named = Counter(pages_of(nav))
-    return {page: named[page] for page in {*named, *there} if named[page] != (page in there)}
-
-
 def test_each_page_is_in_the_navigation_once_and_each_of_the_navigation_is_there():
     there = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
-    assert len(there) > 20
-    assert faults(SITE["nav"], there) == {}
+    named = Counter(pages_of(SITE["nav"]))
+    assert len(there) > 20 and named == Counter(there)
 
 
 def test_the_site_needs_no_other_host_and_no_server():
@@ -48,22 +45,38 @@ def hook():
     return module
 
 
-@pytest.mark.parametrize(
-    ("link", "without", "published"),
-    [
-        ("[a](b.md#c)", "[a](b.md#c)", "[a](b.md#c)"),
-        ("[a](../explanation/b.md)", "[a](../explanation/b.md)", "[a](../explanation/b.md)"),
-        ("![a](../images/b.png)", "![a](../images/b.png)", "![a](../images/b.png)"),
-        ("[a](../../README.md#c)", "[a](../index.md)", "[a](../index.md)"),
-        (
-            '[1](../../tests/b.py "c") x',
-            '<span title="tests/b.py: c">1</span> x',
-            "[1](https://host/us/blob/HEAD/tests/b.py) x",
-        ),
-    ],
-)
-def test_links_out_of_the_docs_are_words_or_lead_into_the_repository(
-    hook, link, without, published
-):
+@pytest.mark.parametrize(("link", "without", "published"), [
+    ("[a](b.md#c)", "[a](b.md#c)", "[a](b.md#c)"),
+    ("![a](../images/b.png)", "![a](../images/b.png)", "![a](../images/b.png)"),
+    ("[a](../../README.md#c)", "[a](../index.md)", "[a](../index.md)"),
+    ('[1](../../tests/b.py "c") x', '<span title="tests/b.py: c">1</span> x',
+     "[1](https://host/us/blob/HEAD/tests/b.py) x"),
+])  # fmt: skip
+def test_links_out_of_the_docs_are_words_or_lead_to_the_repository(hook, link, without, published):
     assert hook.without_links_out(link, "how-to/page.md", "") == without
     assert hook.without_links_out(link, "how-to/page.md", "https://host/us/") == published
+
+
+"""Openings after which the reader does not know yet what the thing is."""
+
+
+NOT_HERE = {"sglang", "nvidia-cudnn-frontend", "relax-hpc"} | {
+    "mlflow-skinny", "sqlalchemy", "alembic",
+}  # fmt: skip
+"""Packages of machines with GPUs and of MLflow, and ours."""
+
+
+def test_each_package_that_is_asked_for_has_a_tested_version_that_meets_what_is_asked():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].values()
+    asked = [*project["dependencies"], *(each for extra in extras for each in extra)]
+    lines = (ROOT / "slurm" / "tested.txt").read_text(encoding="utf-8").splitlines()
+    tested = dict(line.lower().split("==") for line in lines if not line.startswith("#"))
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines if line[0] != "#")
+    tested = {re.sub(r"[-_.]+", "-", name): version for name, version in tested.items()}
+    for requirement in map(Requirement, asked):
+        name = re.sub(r"[-_.]+", "-", requirement.name.lower())
+        if name not in NOT_HERE:
+            assert tested[name] in requirement.specifier, requirement
+    script = (ROOT / "slurm" / "install_env.sh").read_text(encoding="utf-8")
+    assert f"torch={tested['torch']}\n" in script

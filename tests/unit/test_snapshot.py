@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -12,16 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from snapshot_process import (
-    KILLED_AT,
-    in_a_process,
-    model,
-    specs_of,
-    write,
-    write_and_die,
-    write_little,
-)
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from snapshot_process import KILLED_AT, in_a_process, model, specs_of, write, write_and_die
 
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import SnapshotError
@@ -85,7 +75,6 @@ def test_every_tensor_goes_to_the_rank_that_has_the_least_so_far():
     # a -> 0 (16 bytes), b -> 1 (4), c -> 1 (12), d -> 1 (20), e -> 0 (28).
     assert [[s.name for s in file.specs] for file in plan] == [["a", "e"], ["b", "c", "d"]]
     assert [(file.writer, file.num_bytes) for file in plan] == [(0, 28), (1, 20)]
-    assert [file.name for file in plan] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     small = plan_files(specs, 2, max_bytes=12)
     assert [[s.name for s in file.specs] for file in small] == [["a"], ["e"], ["b", "c"], ["d"]]
 
@@ -94,13 +83,11 @@ def test_every_tensor_goes_to_the_rank_that_has_the_least_so_far():
 @pytest.mark.parametrize("file_bytes", [40, 1 << 30])
 def test_what_ranks_write_together_is_the_model(tmp_path, source, size, file_bytes):
     tensors = model()
-    done = with_ranks(
+    snapshot = with_ranks(
         size,
         tmp_path,
         lambda w: write(w, source, 7, tensors, tmp_path / "w", file_bytes=file_bytes),
-    )
-    snapshot = done[0]
-    assert done[1:] == [None] * (size - 1)
+    )[0]
     assert snapshot.folder.name.startswith("v000007-")
     assert_equal(loaded(snapshot.folder), tensors)
     index = json.loads((snapshot.folder / "model.safetensors.index.json").read_text())
@@ -108,9 +95,7 @@ def test_what_ranks_write_together_is_the_model(tmp_path, source, size, file_byt
     for name, file in index["weight_map"].items():
         assert name in load_file(snapshot.folder / file)
     manifest = Manifest.read(snapshot.folder)
-    assert manifest == snapshot.manifest
-    assert manifest.version == 7
-    assert set(manifest.files) == set(index["weight_map"].values())
+    assert manifest == snapshot.manifest and manifest.version == 7
     assert manifest.find_damaged(snapshot.folder) == []
     assert (snapshot.folder / "config.json").exists()
 
@@ -153,39 +138,21 @@ def test_a_quantised_snapshot_has_weights_and_scales_and_says_so(tmp_path, sourc
     weight = torch.randn(130, 260, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     tensors = {"0.q_proj.weight": weight, "0.norm.weight": weight[0], "1.q_proj.weight": weight}
     config = WeightsConfig(quantize="fp8", advanced={"modules_to_not_convert": ["1"]})
-    done = with_ranks(
-        3,
-        tmp_path,
-        lambda w: write(w, source, 1, tensors, tmp_path / "w", quantizer=Quantizer(config)),
-    )
+    quantizer = Quantizer(config)
+    folder = with_ranks(
+        3, tmp_path, lambda w: write(w, source, 1, tensors, tmp_path / "w", quantizer=quantizer)
+    )[0].folder
     quantized, scales = quantize(weight)
     wanted = tensors | {"0.q_proj.weight": quantized, "0.q_proj.weight_scale_inv": scales}
-    assert_equal(loaded(done[0].folder), wanted)
-    said = json.loads((done[0].folder / "config.json").read_text())
+    assert_equal(loaded(folder), wanted)
+    said = json.loads((folder / "config.json").read_text())
     assert said == {"dtype": "bfloat16", "quantization_config": config.quantization_config}
-
-
-def test_transformers_loads_it(tmp_path):
-    config = Qwen3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
-    )  # fmt: skip
-    saved = Qwen3ForCausalLM(config).to(torch.bfloat16)
-    saved.save_pretrained(tmp_path / "source")
-    weights = {k: v for k, v in saved.state_dict().items() if k != "lm_head.weight"}
-    snapshot = with_ranks(
-        2, tmp_path, lambda w: write(w, tmp_path / "source", 1, weights, tmp_path / "w")
-    )[0]
-    again = AutoModelForCausalLM.from_pretrained(snapshot.folder)
-    assert_equal(dict(again.state_dict()), dict(saved.state_dict()))
 
 
 def test_two_are_kept_and_one_that_is_being_loaded(tmp_path, source):
     root, tensors = tmp_path / "w", model()
-    ranks = TrainerRanks(
-        SoloWorld(), SnapshotWriter(root, specs_of(tensors), SoloWorld(), source), {}
-    )
-    folders = []
+    writer, folders = SnapshotWriter(root, specs_of(tensors), SoloWorld(), source), []
+    ranks = TrainerRanks(SoloWorld(), writer, {})
     for version in range(5):
         in_use = folders[:1]
         snapshot = ranks.write_snapshot(version, iter(tensors.items()), in_use=in_use)
@@ -222,18 +189,13 @@ def test_a_disk_that_is_full_on_one_rank_is_named_and_leaves_nothing(tmp_path, s
 
     def publish(world):
         taken = []
-
-        def stream():
-            for name, tensor in tensors.items():
-                taken.append(name)
-                yield name, tensor
-
+        stream = (taken.append(each[0]) or each for each in tensors.items())
         ranks = TrainerRanks(world, SnapshotWriter(root, specs_of(tensors), world, source), {})
         if world.rank:
-            ranks.publish(stream())
+            ranks.publish(stream)
         else:
             with pytest.raises(SnapshotError, match=rf"^{root}: v1 .* rank 0: .*No space left"):
-                ranks.write_snapshot(1, stream(), in_use=())
+                ranks.write_snapshot(1, stream, in_use=())
         return taken
 
     with mock.patch.object(weight_files, "FileIO", FullDisk):
@@ -241,13 +203,6 @@ def test_a_disk_that_is_full_on_one_rank_is_named_and_leaves_nothing(tmp_path, s
     assert taken == [list(tensors)] * 3  # else the other ranks would wait in the gather
     assert list(root.iterdir()) == []
     assert with_ranks(3, tmp_path, lambda w: write(w, source, 1, tensors, root))[0].folder.is_dir()
-
-
-def test_a_limit_on_the_size_of_files_is_an_error_with_the_name_of_the_folder(tmp_path, source):
-    root, told = tmp_path / "w", tmp_path / "told"
-    assert in_a_process(write_little, source, root, told) == 0
-    assert re.match(f"{root}: v3 was not written: rank 0: .*File too large", told.read_text())
-    assert list(root.iterdir()) == []
 
 
 @pytest.mark.parametrize("point", KILLED_AT)

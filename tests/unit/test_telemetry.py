@@ -1,16 +1,19 @@
-"""Events, figures and curves of a run; files are strict JSON, as other readers know no NaN."""
+"""Events, figures, curves and the summary of a run; files are strict JSON, without a NaN."""
 
 import json
 import math
-import os
 
 import board_runs
 import numpy as np
 import pytest
 from board_runs import event, step
 from job_trees import job_of
+from roles.role_fakes import row
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from relax_hpc.bus import layout
+from relax_hpc.bus.producer import Producer
+from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.config import job_file
 from relax_hpc.runs import summary
 from relax_hpc.runs.boards import finish
@@ -20,6 +23,7 @@ from relax_hpc.runtime.telemetry.events import FREQUENT, EventWriter, events_of_
 from relax_hpc.runtime.telemetry.history import Point, Points
 from relax_hpc.runtime.telemetry.progress import PaceMeter, account
 from relax_hpc.runtime.telemetry.timers import Timers
+from relax_hpc.schema import PromptGroup
 
 
 def evaluation(when, version, rank, correct, num_samples, time=0.0, number=0, **fields):
@@ -46,19 +50,6 @@ def run_dir(tmp_path):
         evaluation("after", 3, 0, 60.0, 100, 7.0),
     ])  # fmt: skip
     return run
-
-
-def test_an_event_is_one_line_with_time_role_rank_and_pid(tmp_path):
-    path = tmp_path / "events" / "actor-3.jsonl"
-    with EventWriter(path, "actor", 3) as events:
-        events.emit("step", step=1, loss=np.float32(0.5), num_tokens=np.int64(4))
-        events.emit("export", step=1, path=tmp_path)
-    first, second = read_events(path.parent)
-    assert first.pop("time") <= second.pop("time")
-    same = {"role": "actor", "rank": 3, "pid": os.getpid()}
-    assert first == same | {"event": "step", "step": 1, "loss": 0.5, "num_tokens": 4}
-    assert second == same | {"event": "export", "step": 1, "path": str(tmp_path)}
-    assert path.read_bytes().count(b"\n") == 2
 
 
 @pytest.mark.parametrize(
@@ -103,10 +94,8 @@ def test_steps_behind_the_one_that_was_resumed_from_count_once_they_are_trained_
 def test_held_out_scores_add_up_over_ranks_and_a_repetition_replaces(run_dir):
     write(run_dir, [evaluation("after", 3, 0, 80.0, 100, 8.0)])
     points = history.heldout(read_events(run_dir / "events"))
-    assert [(p.when, p.version, p.reward) for p in points] == [
-        ("before", 0, 0.3),
-        ("after", 3, 0.8),
-    ]
+    scores = [("before", 0, 0.3), ("after", 3, 0.8)]
+    assert [(p.when, p.version, p.reward) for p in points] == scores
 
 
 def test_a_score_is_that_of_the_whole_set_or_there_is_none_yet():
@@ -139,7 +128,6 @@ def test_a_pause_between_two_starts_does_not_count_as_pace():
     assert history.seconds_per_step(before) == 3.0
     after = [timed(4, 3806.0, 30.0, 60, eta_s=None), timed(5, 3809.0, 3.0, 60)]
     assert history.seconds_per_step(before + after) == 3.0
-    assert history.seconds_per_step([]) is None
 
 
 def test_the_speed_is_the_tokens_by_the_seconds_and_no_mean_of_rates():
@@ -147,7 +135,6 @@ def test_the_speed_is_the_tokens_by_the_seconds_and_no_mean_of_rates():
     assert history.tokens_per_s([first]) == 10.0  # there is nothing better
     done = [first, timed(2, 101.0, 1.0, 1000), timed(3, 110.0, 9.0, 1000)]
     assert history.tokens_per_s(done) == 200.0  # and not (1000 + 111) / 2
-    assert history.tokens_per_s([]) is None
     later = [timed(n, 0.0, 2.0, 10) for n in range(4, 24)]
     assert history.tokens_per_s(done + later) == 5.0  # of the newest 20
 
@@ -222,19 +209,15 @@ def test_every_held_out_set_is_drawn_and_named_and_none_that_there_is_not(
 ):  # U7, U10
     sets = {f"set-{n}": [0.575 - n / 20, 0.1 + n / 20] for n in range(9)}
     evaluated = [
-        event(
-            "eval", 10 + number, "rollout", name=name, headline=name == "set-0", when="during",
-            number=number, version=number, version_max=number, correct=100 * values[number],
-            num_samples=100,
+        evaluation(
+            "during", n, 0, 100 * values[n], 100, 10.0 + n, n, name=name, headline=name == "set-0"
         )
-        for name, values in sets.items() for number in (0, 1)
-    ]  # fmt: skip
+        for name, values in sets.items()
+        for n in (0, 1)
+    ]
     write(tmp_path, [*(step(n, n, 0.5) for n in (1, 2, 3)), *evaluated])
     upper = drawn_by(monkeypatch, curve.plot, tmp_path).axes[0]
     lines = {line.get_label(): line for line in upper.get_lines()}
-    assert {name for name in lines if name.startswith("held-out")} == {
-        f"held-out: {name}" for name in sets
-    }
     for name, values in sets.items():
         assert lines[f"held-out: {name}"].get_ydata() == pytest.approx(values)
     assert len({(line.get_color(), line.get_marker()) for line in lines.values()}) >= 10
@@ -258,7 +241,6 @@ def test_a_stage_entered_twice_adds_up_and_one_that_failed_counts(monkeypatch):
     with pytest.raises(KeyError), timers("train"):
         raise KeyError
     assert timers.seconds == {"time/wait": 3.0, "time/train": 4.0}
-    assert str(timers) == "wait 3.0 train 4.0"
 
 
 NAN, INF = float("nan"), float("inf")
@@ -280,30 +262,21 @@ def test_a_figure_that_is_not_finite_is_null_and_named(tmp_path):
         )  # fmt: skip
         events.emit("end")
     first, second = map(strict, path.read_text().splitlines())
-    assert (first["step"], first["loss"], first["grad_norm"], first["lr"]) == (3, None, None, 0.5)
+    assert (first["loss"], first["grad_norm"], first["lr"]) == (None, None, 0.5)
     assert (first["num_tokens"], first["num_documents"]) == ([["a", 1.0], ["b", None]], "NaN")
     wrong = {"loss": "NaN", "grad_norm": "Infinity", "num_tokens": "-Infinity"}
-    assert first["not_finite"] == wrong
-    assert "not_finite" not in second
+    assert first["not_finite"] == wrong and "not_finite" not in second
 
 
-@pytest.mark.parametrize("kind", ["rl", "sft"])
-def test_a_run_with_such_figures_has_its_summary_its_picture_and_its_tensorboard(tmp_path, kind):
-    paths = RunPaths(tmp_path / "run")
-    sft = {"train": "t", "batch_size": 1, "num_steps": 9}
-    tables = {"prompts": None, "schedule": None, "sft": sft} if kind == "sft" else {}
-    paths.root.mkdir()
-    paths.config.write_text(job_of(**tables).model_dump_json())
-    with EventWriter(paths.events("actor", 0), "actor", 0) as events:
-        events.emit("step", step=1, loss=1.0, **{"reward/mean": 0.25})
-        events.emit("step", step=2, loss=NAN, grad_norm=INF, **{"reward/mean": NAN})
-        events.emit("heldout", step=2, loss=NAN, num_tokens=5)
-    with EventWriter(paths.events("rollout", 0), "rollout", 0) as events:
-        events.emit(
-            "eval", name="h", headline=True, when="before", number=0, version=0, version_max=0,
-            correct=NAN, num_samples=4,
-        )  # fmt: skip
-        events.emit("shard", num_trajectories=2, **{"reward/mean": NAN})
+def test_a_run_with_such_figures_has_its_summary_its_pictures_and_its_tensorboard(paths):
+    emit(
+        paths, "actor",
+        ("step", {"step": 1, "loss": 1.0, "reward/mean": 0.25}),
+        ("step", {"step": 2, "loss": NAN, "grad_norm": INF, "reward/mean": NAN}),
+        ("heldout", {"step": 2, "loss": NAN, "num_tokens": 5}),
+    )  # fmt: skip
+    score = HELDOUT | {"when": "before", "number": 0, "version": 0, "correct": NAN}
+    emit(paths, "rollout", ("eval", score), ("shard", {"num_trajectories": 2, "reward/mean": NAN}))
     found = summary.write(paths.root)
     assert strict(paths.summary.read_text()) == found
     assert found["steps_done"] == 2
@@ -312,4 +285,162 @@ def test_a_run_with_such_figures_has_its_summary_its_picture_and_its_tensorboard
     losses = [scalar.value for scalar in drawn.Scalars("loss/total")]
     assert losses[0] == 1.0 and math.isnan(losses[1])
     assert [scalar.value for scalar in drawn.Scalars("trainer/grad_norm")] == [INF]
-    (curve.plot_loss if kind == "sft" else curve.plot)(paths.root)
+    curve.plot(paths.root)
+    curve.plot_loss(paths.root)
+
+
+def group(guid):
+    return PromptGroup(guid, [row(guid, sibling, prompt=1, response=2) for sibling in range(2)])
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """A run of 10 steps of one prompt group, nothing done yet."""
+    paths = RunPaths(tmp_path / "run")
+    schedule = {"num_steps": 10, "prompts_per_step": 1}
+    job = job_of(schedule=schedule, rollout__samples_per_prompt=2)
+    paths.root.mkdir()
+    paths.config.write_text(job.model_dump_json())
+    return paths
+
+
+def emit(paths, role, *events, rank=0):
+    with EventWriter(paths.events(role, rank), role, rank) as writer:
+        for name, fields in events:
+            writer.emit(name, **fields)
+
+
+def test_trajectories_are_counted_from_the_bus_and_the_steps(paths):
+    layout.create(paths.bus, ["rollout-0"], {})
+    with Producer(paths.bus, "rollout-0", {}) as producer:
+        producer.put([group(0), group(1), group(2)])
+    with Sequencer(paths.bus, prompts_per_step=1, position=None) as sequencer:
+        for step in (1, 2):
+            sequencer.next_portion(step, timeout_s=5)
+    emit(paths, "actor", ("step", {"step": 1, "num_trajectories": 2}))
+    found = summary.summarize(paths.root)
+    counts = found["trajectories"]
+    assert (counts["committed"], counts["trained"], counts["trained_twice"]) == (6, 2, 0)
+    assert set(counts["dropped"].values()) == {0}
+    assert found["max_staleness_seen"] == 1  # step 2 trains on policy 0; one step is its due lag
+
+
+def test_what_ends_have_cost_is_counted_and_shown(paths):
+    emit(
+        paths, "actor",
+        *[("step", {"step": step, "num_tokens": 10 * step}) for step in (1, 2, 3, 2, 3, 4, 3)],
+    )  # fmt: skip
+    emit(
+        paths, "rollout",
+        ("continued", {"num_groups": 2, "num_tokens": 700, "num_dropped": 0}),
+        ("unfinished", {"num_groups": 1, "num_tokens": 58, "num_lost": 3}),
+        ("continued", {"num_groups": 1, "num_tokens": 50, "num_dropped": 8, "num_damaged": 9}),
+    )  # fmt: skip
+    assert summary.summarize(paths.root)["redone"] == {
+        "steps": 3, "tokens_trained_again": 20 + 30 + 30,
+        "tokens_continued": 750, "tokens_sampled_again": 8, "tokens_lost": 3 + 9,
+    }  # fmt: skip
+
+
+HELDOUT = {"name": "h", "headline": True, "num_samples": 8, "version_max": 10}
+
+
+def test_events_say_how_far_a_run_is(paths):
+    emit(
+        paths, "rollout",
+        ("eval", HELDOUT | {"when": "before", "number": 0, "version": 0, "correct": 2.0}),
+        ("eval", HELDOUT | {"when": "during", "number": 1, "version": 1, "correct": 4.0}),
+        ("eval", HELDOUT | {"when": "before", "number": 0, "version": 0, "correct": 8.0}
+         | {"name": "other", "headline": False}),
+    )  # fmt: skip
+    emit(
+        paths, "actor",
+        ("publish", {"version": 0, "members": ["a", "b"]}),
+        ("step", {"step": 1, "reward/mean": 0.25, "num_tokens": 30, "time/step": 3.0,
+                  "eta_s": None, "staleness/max": 3}),
+        ("publish", {"version": 1, "members": ["a"], "fenced": ["b"]}),
+        ("step", {"step": 2, "reward/mean": 0.5, "num_tokens": 40, "time/step": 2.0,
+                  "eta_s": 16.0, "staleness/max": 1}),
+    )  # fmt: skip
+    found = summary.summarize(paths.root)
+    assert (found["steps_done"], found["last_reward"], found["tokens_per_s"]) == (2, 0.5, 20.0)
+    assert (found["heldout_before"], found["heldout_after"]) == (0.25, None)
+    assert found["heldout_newest"] == {"step": 1, "value": 0.5}
+    assert found["max_staleness_seen"] == 3
+    assert found["weight_versions"] == {"trainer": 1, "a": 1, "b": 0}
+    assert found["checksums_equal"] is None
+    more = HELDOUT | {"when": "during", "number": 2, "version": 2, "correct": 6.0}
+    last = more | {"when": "after", "number": 0, "version": 10}
+    emit(paths, "rollout", ("eval", more), ("eval", last))
+    found = summary.summarize(paths.root)
+    assert found["heldout_newest"] == {"step": 10, "value": 0.75}
+    assert (found["heldout_before"], found["heldout_after"]) == (0.25, 0.75)
+    assert found["heldout_sets"] == {
+        "h": {"before": 0.25, "after": 0.75, "newest": {"step": 10, "value": 0.75}},
+        "other": {"before": 1.0, "after": None, "newest": None},
+    }
+
+
+def test_what_was_scored_is_told_by_who_did(paths):
+    told = {"num_shards": 1, "num_tokens": 9, "first_guid": 0}
+    emit(paths, "critic", *[("scored", told | {"num_trajectories": n}) for n in (2, 4)])
+    emit(paths, "reference", ("scored", told | {"num_trajectories": 2}))
+    assert summary.summarize(paths.root)["scored"] == {"critic": 6, "reference": 2}
+
+
+def test_the_last_score_of_a_run_that_was_given_more_steps_is_that_of_its_new_end(paths):
+    num_steps = job_file.read_resolved(paths.config).num_steps
+    last = HELDOUT | {"when": "after", "number": num_steps - 1, "version": num_steps - 1,
+                      "correct": 4.0}  # fmt: skip
+    emit(paths, "rollout", ("eval", last))
+    found = summary.summarize(paths.root)
+    assert found["heldout_after"] is None and found["heldout_newest"]["step"] == num_steps - 1
+    emit(paths, "rollout", ("eval", last | {"number": num_steps, "correct": 6.0}))
+    assert summary.summarize(paths.root)["heldout_after"] == 0.75
+
+
+def test_the_time_left_is_the_pace_times_the_steps_left(paths):
+    for n, seconds, eta_s in ((1, 50.0, None), (2, 2.0, 16.0), (3, 4.0, 21.0)):
+        emit(paths, "actor", ("step", {"step": n, "time/step": seconds, "eta_s": eta_s}))
+    assert summary.summarize(paths.root)["eta_s"] == 21.0  # 7 steps of 3 s
+
+
+@pytest.mark.parametrize(
+    ("members", "told", "equal"),
+    [
+        ({"a": "x", "b": "x"}, {}, True),
+        ({"a": "x", "b": "y"}, {}, False),
+        ({"a": "own way to digest"}, {"equal": True}, True),
+        ({"a": "x"}, {"equal": False}, False),
+    ],
+)
+def test_the_last_comparison_of_weights_counts(paths, members, told, equal):
+    last = {"version": 2, "trainer": "x", "members": members} | told
+    emit(
+        paths, "actor",
+        ("verify", {"version": 1, "trainer": "x", "members": {"a": "z" if equal else "x"}}),
+        ("verify", last),
+    )  # fmt: skip
+    assert summary.summarize(paths.root)["checksums_equal"] is equal
+
+
+def test_every_engine_counts_that_loads_by_itself_and_a_late_one_does_not_turn_the_trainer_back(
+    paths,
+):
+    def loaded(version, member, equal):
+        told = {"version": version, "trainer": "x", "members": {member: "x" if equal else "y"}}
+        return ("loaded", {"version": version, "members": [member]}), ("verify", told)
+
+    emit(
+        paths, "actor",
+        ("publish", {"version": 1, "members": [], "loading": ["fast", "slow"]}),
+        *loaded(1, "fast", True),
+        ("publish", {"version": 2, "members": [], "loading": ["fast"]}),
+        *loaded(2, "fast", True),
+        *loaded(1, "slow", False),
+    )  # fmt: skip
+    found = summary.summarize(paths.root)
+    assert found["weight_versions"] == {"trainer": 2, "fast": 2, "slow": 1}
+    assert found["checksums_equal"] is False
+    emit(paths, "actor", *loaded(2, "slow", True))
+    assert summary.summarize(paths.root)["checksums_equal"] is True

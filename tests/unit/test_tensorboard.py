@@ -6,20 +6,15 @@ import threading
 import pytest
 from board_runs import curves, evaluation, event, make, read, step, texts, write
 from file_systems import full, small_tmpfs
-from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.custom_scalar import metadata as custom_scalars
 from tensorboard.plugins.hparams import metadata as hparams
 
 from relax_hpc.runs.boards import finish, run_board
-from relax_hpc.runs.boards.run_board import CHARTS, RunBoard
+from relax_hpc.runs.boards.run_board import RunBoard
 from relax_hpc.runtime.files import storage
 from relax_hpc.runtime.telemetry import events
-from relax_hpc.runtime.telemetry.event_table import EVENTS, PREFIXES, tag
 from relax_hpc.runtime.telemetry.events import EventTail
 from relax_hpc.runtime.telemetry.history import Point
 from relax_hpc.runtime.telemetry.tensorboard import TensorBoard
-
-LOAD = {"seconds": 5.0, "num_tokens": 9, "in_flight": 1, "kv_used": None}
 
 
 @pytest.fixture(autouse=True)
@@ -169,11 +164,8 @@ def test_what_engines_and_producers_say_between_two_steps_is_one_point(run):
 def test_held_out_losses_are_under_their_steps(tmp_path):
     sft = {"train": "t", "batch_size": 1, "num_steps": 9}
     paths, config = make(tmp_path, sft=sft, **dict.fromkeys(("prompts", "schedule", "eval")))
-    losses = [(0, 1.0, 4.0), (2, 3.0, 3.0)]
-    write(
-        paths,
-        *(event("heldout", time, step=at, loss=loss, num_tokens=1) for at, time, loss in losses),
-    )
+    for at, loss in ((0, 4.0), (2, 3.0)):
+        write(paths, event("heldout", 1.0 + at, step=at, loss=loss, num_tokens=1))
     finish.complete(paths, config, failed=False)
     assert curves(read(paths.tensorboard)) == {"eval/heldout/loss": [(0, 4.0), (2, 3.0)]}
 
@@ -191,7 +183,7 @@ def test_what_was_drawn_to_the_end_is_not_drawn_again_and_what_was_broken_off_is
     assert curves(read(paths.tensorboard)) == {"reward/mean": [(1, 0.5), (2, 0.5)]}
 
 
-def test_settings_can_be_compared_and_the_first_charts_are_laid_out(run):
+def test_settings_can_be_compared(run):
     paths, config = run
     write(paths, step(1, 1.0, 0.5))
     finish.complete(paths, config, failed=True)
@@ -200,16 +192,9 @@ def test_settings_can_be_compared_and_the_first_charts_are_laid_out(run):
     start = hparams.parse_session_start_info_plugin_data(by_tag["_hparams_/session_start_info"])
     assert start.hparams["rollout.samples_per_prompt"].number_value == 8
     assert start.hparams["algorithm.aggregation"].string_value == "token"
-    assert not [key for key in start.hparams if key.startswith(("launch", "run_root"))]
     experiment = hparams.parse_experiment_plugin_data(by_tag["_hparams_/experiment"])
     metrics = [each.name.tag for each in experiment.metric_infos]
     assert metrics == ["eval/heldout/reward", "eval/other/reward", "reward/mean", "loss/total"]
-    end = hparams.parse_session_end_info_plugin_data(by_tag["_hparams_/session_end_info"])
-    assert end.status == 2  # STATUS_FAILURE
-    [said] = view.Tensors(custom_scalars.CONFIG_SUMMARY_TAG)
-    layout = layout_pb2.Layout.FromString(said.tensor_proto.string_val[0])
-    assert [each.title for each in layout.category] == list(CHARTS)
-    assert layout.category[0].chart[0].multiline.tag == ["reward/mean"]
 
 
 def test_responses_of_an_evaluation_can_be_read_even_those_that_are_markup(run):
@@ -245,17 +230,14 @@ def test_a_line_that_is_being_written_is_read_once_it_is_complete(tmp_path):
         file.write(b'"event": "b"}\n')
     (tmp_path / "rollout-0.jsonl").write_bytes(b'{"time": 0, "event": "c"}\n')
     assert [each["event"] for each in tail.read()] == ["c", "b"]
-    assert tail.read() == [] and sum(tail.sizes.values()) == sum(
-        each.stat().st_size for each in tmp_path.iterdir()
-    )
+    assert tail.read() == []
 
 
-def test_a_run_of_weeks_is_read_once_a_little_at_a_time_and_shown_when_all_is_there(
-    run, monkeypatch
-):
+def test_a_run_of_weeks_is_read_a_little_at_a_time_and_shown_when_all_is_there(run, monkeypatch):
     paths, config = run
+    load = {"seconds": 5.0, "num_tokens": 9, "in_flight": 1, "kv_used": None}
     every = [step(number, 1.0 + number, number / 100) for number in range(1, 61)]
-    loads = [event("load", 1.5 + n / 2, "rollout", id="e", **LOAD) for n in range(90)]
+    loads = [event("load", 1.5 + n / 2, "rollout", id="e", **load) for n in range(90)]
     write(paths, *every, *loads)
     monkeypatch.setattr(events, "MOST", 30)
     parse, parsed, pictures = events.parse, [], []
@@ -267,22 +249,11 @@ def test_a_run_of_weeks_is_read_once_a_little_at_a_time_and_shown_when_all_is_th
         assert not [*paths.tensorboard.glob("events*")], "a reader would forget the file before"
     assert [*paths.tensorboard.glob("events*")]
     assert [len(each) for each in given] == [30] * 5
-    times = [each["time"] for found in given for each in found]
-    assert times == sorted(times)
     board.picture()
-    assert [each["step"] for each in pictures[0]] == [each["step"] for each in every]
-    assert {key for each in pictures[0] for key in each} == {"event", "time", "step", "reward/mean"}
+    kept = ("event", "time", "step", "reward/mean")
+    assert pictures[0] == [{key: each[key] for key in kept} for each in every]
     assert len(parsed) == len(set(parsed)) == len(every) + len(loads)
     assert len(curves(read(paths.tensorboard))["reward/mean"]) == len(every)
-
-
-def test_every_tag_is_under_a_prefix_that_the_field_knows_reward_and_loss_come_first():
-    tags = [each for kind in EVENTS.values() for each in kind.tags.values()]
-    assert {each.split("/")[0] for each in tags} == set(PREFIXES)
-    assert all(set(kind.tags) <= set(kind.fields) for kind in EVENTS.values())
-    assert list(PREFIXES[:3]) == sorted(PREFIXES)[:3] == ["eval", "loss", "reward"]
-    assert tag("step", "train/mfu") == "trainer/mfu" and tag("step", "policy_version") is None
-    assert len(tags) - len({*tags}) == 1  # sync/... of both kinds of updates
 
 
 def test_curves_wait_for_room_and_miss_nothing(tmp_path, monkeypatch):

@@ -78,12 +78,12 @@ def test_numbers_of_a_timeline_are_those_of_its_steps(run_dir):
 def test_what_only_some_steps_do_is_in_the_table(tmp_path):
     run = tmp_path / "run"
     write(run, [
-        timed(1, 12.0, step=12.0, wait=12.0, save=0.0),
-        timed(2, 24.0, step=12.0, wait=12.0, save=0.0),
-        timed(3, 36.0, step=12.0, wait=0.0, save=12.0),
+        timed(1, 12.0, step=12.0, wait=11.0, other=1.0, save=0.0),
+        timed(2, 24.0, step=12.0, wait=11.0, other=1.0, save=0.0),
+        timed(3, 36.0, step=12.0, wait=2.0, other=1.0, save=9.0),
     ])  # fmt: skip
     found = timeline.summary(timeline.read(run))
-    assert found.phases == {"wait": 8.0, "save": 4.0}
+    assert list(found.phases.items()) == [("wait", 8.0), ("save", 3.0), ("other", 1.0)]
     assert sum(found.phases.values()) == found.seconds_per_step and found.between_s == 0
 
 
@@ -104,7 +104,6 @@ def test_rollout_is_told_by_seconds_of_a_task_per_step_of_steps_trained_again_th
     assert found.rollout == {"sampling": 3.5, "max_staleness": 1.0, "no_engine": 1.5}
     line = "rollout, s/step: sampling 3.50, max_staleness 1.00, no_engine 1.50"
     assert line in timeline.text(found).splitlines()
-    assert found.to_json()["rollout"] == found.rollout
 
 
 def test_an_engine_that_loads_by_itself_stands_still_meanwhile(tmp_path):
@@ -118,31 +117,15 @@ def test_an_engine_that_loads_by_itself_stands_still_meanwhile(tmp_path):
     assert tuple(pause) == ("update", 6.0, 2.5)
 
 
-def figure_of(found, tmp_path):
-    drawn = []
-    timeline.plot([found], tmp_path / "t.png", lambda figure, path: drawn.append(figure))
-    return drawn[0]
-
-
-def test_no_two_names_of_a_legend_share_a_colour_and_numbers_of_steps_say_what_they_are(
-    tmp_path,
-):  # U, pictures
+def test_no_two_names_of_a_legend_share_a_colour(tmp_path):  # U, pictures
     names = [*timeline.COLORS, *(f"other-{n}" for n in range(8))]
     parts = [(name, 5.0 + 0.1 * n, 0.1) for n, name in enumerate(names) if name != "update"]
     write(tmp_path, [timed(n, 10.0 * n, step=9.0) for n in (1, 2)] + [phases(1, 10.0, *parts)])
-    axes = figure_of(timeline.read(tmp_path), tmp_path).axes[0]
-    patches = axes.get_legend().get_patches()
+    drawn = []
+    found = timeline.read(tmp_path)
+    timeline.plot([found], tmp_path / "t.png", lambda figure, path: drawn.append(figure))
+    patches = drawn[0].axes[0].get_legend().get_patches()
     assert len({patch.get_facecolor() for patch in patches}) == len(patches) == len(names) - 1
-    drawn = {bar.get_facecolor()[0].tolist().__str__() for bar in axes.collections}
-    assert drawn >= {str(list(patch.get_facecolor())) for patch in patches}
-    assert [text.get_text() for text in axes.texts] == ["step 1", "2"]
-
-
-def test_what_has_no_name_of_its_own_is_the_last_row_of_the_table(tmp_path):  # U13
-    first = timed(1, 10.0, step=9.0, wait=4.0, other=1.0)
-    write(tmp_path, [first, timed(2, 20.0, step=9.0, wait=4.0, other=1.0, save_copy=2.0)])
-    found = timeline.summary(timeline.read(tmp_path))
-    assert list(found.phases.items()) == [("wait", 4.0), ("save_copy", 1.0), ("other", 1.0)]
 
 
 def set_clock(run_dir, task, by):
@@ -249,16 +232,9 @@ def test_a_start_is_told_part_by_part(started):
         ("engine b", "update", 71.0, 1.0),
     ]
     lines = timeline.text(found).splitlines()
-    assert lines[0] == "seconds from the start of the tasks to the first step: 80.0; of them"
-    assert lines[1].split() == ["part", "phase", "after", "s"]
     assert lines[2].split() == ["actor", "import", "1.0", "9.0"]
     assert "steps 1 to 2: 27.50 s each (means)" in lines, "a step has its wait, as before"
-
-
-def test_only_the_first_step_of_a_start_has_one(started):
     assert timeline.read(started, first=2).start is None
-    assert timeline.summary(timeline.read(started, first=2)).start_s is None
-    assert not timeline.text(timeline.summary(timeline.read(started, first=2))).startswith("sec")
 
 
 def test_a_resume_and_a_trainer_that_starts_in_place_have_starts_of_their_own(tmp_path):
@@ -282,24 +258,17 @@ def test_a_resume_and_a_trainer_that_starts_in_place_have_starts_of_their_own(tm
     assert {p.name for p in whole.start.phases["actor"]} >= {"model", "warm_up"}
 
 
-def colours(path):
-    """Colours of the start's panel and of the steps', without the legend."""
-    pixels = (imread(path)[:-150, :, :3] * 255).round().astype(int)
-    width = pixels.shape[1]
-    panels = pixels[:, : 3 * width // 8], pixels[:, width // 2 :]
-    return [{f"#{r:02x}{g:02x}{b:02x}" for r, g, b in p.reshape(-1, 3).tolist()} for p in panels]
-
-
 def test_a_start_is_drawn_beside_its_steps_on_a_scale_of_its_own(started, tmp_path):
-    found = timeline.read(started)
-    left, right = colours(timeline.plot([found], tmp_path / "t.png"))
-    shown = timeline.COLORS
-    assert {shown["import"], shown["model"], shown["wait"], shown["update"]} <= left
-    assert shown["train"] in right and shown["train"] not in left
-    assert shown["model"] not in right
-    pixels = (imread(tmp_path / "t.png")[..., :3] * 255).round().astype(int)
-    blue = [int(shown["train"][i : i + 2], 16) for i in (1, 3, 5)]
-    trained = (pixels == blue).all(axis=-1).any(axis=0)[pixels.shape[1] // 2 :]
-    assert trained.mean() > 0.6, "4 of the 5 seconds behind the start"
-    without = timeline.plot([found._replace(start=None)], tmp_path / "t.png")
-    assert not any(shown["model"] in half for half in colours(without))
+    path = timeline.plot([timeline.read(started)], tmp_path / "t.png")
+    pixels = (imread(path)[:-150, :, :3] * 255).round().astype(int)  # without the legend
+    width = pixels.shape[1]
+
+    def share(name, panel):
+        """Of the panel's columns, those with this colour."""
+        colour = [int(timeline.COLORS[name][i : i + 2], 16) for i in (1, 3, 5)]
+        return (panel == colour).all(axis=-1).any(axis=0).mean()
+
+    left, right = pixels[:, : 3 * width // 8], pixels[:, width // 2 :]
+    assert all(share(name, left) for name in ("import", "model", "wait", "update"))
+    assert share("train", left) == share("model", right) == 0
+    assert share("train", right) > 0.6, "4 of the 5 seconds behind the start"

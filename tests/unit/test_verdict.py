@@ -19,8 +19,6 @@ from relax_hpc.runtime.files.records import write_json
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry.events import EventWriter
 
-NOW = time.time()
-
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
@@ -36,12 +34,12 @@ def started(run, rank, node, *errors):
             events.emit("error", message=error)
 
 
-def failed(**fields):
-    return Failed(
-        **{"component": "actor", "start": 2, "code": 1, "since": NOW - 5, "failures": 2}
-        | {"max_restarts": 3, "window_s": 1800.0, "next_s": 1.0}
-        | fields
-    )
+def judged(run, what="restarted", **fields):
+    """What is said of a component that has failed so."""
+    common = {"component": "actor", "start": 2, "code": 1, "since": time.time() - 5, "failures": 2}
+    common |= {"max_restarts": 3, "window_s": 1800.0, "next_s": 1.0}
+    verdict.judge(run.run_dir, "7", what, Failed(**(common | fields)))
+    return words(run)
 
 
 def words(run):
@@ -51,13 +49,12 @@ def words(run):
 def test_it_says_who_failed_why_where_and_what_was_done(run):
     started(run, 0, "n1")
     started(run, 1, "n2", "TrainingError: not finite\nmore")
-    verdict.judge(run.run_dir, "7", "restarted", failed())
-    assert words(run) == (
+    assert judged(run) == (
         "actor: start 2 ended with exit code 1 on n2 (actor-1: TrainingError: not finite); "
         "started again in 1 s, restart 2 of 3 within 30 min, 1 left"
     )
-    verdict.judge(run.run_dir, "7", "ended", failed(start=4, failures=4))
-    assert words(run).endswith("; failed 4 times within 30 min, which ended the run")
+    said = judged(run, "ended", start=4, failures=4)
+    assert said.endswith("; failed 4 times within 30 min, which ended the run")
     found = verdict.read(run.run_dir)
     assert (found.node, found.exit_code, found.attempt) == ("n2", 1, "7.0")
 
@@ -66,11 +63,11 @@ def test_of_a_task_in_a_step_of_its_own_it_says_which_and_nothing_that_another_s
     """Task 0 has failed since task 1 began, and task 1 is killed without a word."""
     started(run, 0, "n1", "TrainingError: not finite")
     started(run, 1, "n2")
-    verdict.judge(run.run_dir, "7", "restarted", failed(code=137, ranks=(1,)))
-    assert words(run).startswith("actor-1: start 2 killed by SIGKILL on n2; started again in 1 s")
+    said = judged(run, code=137, ranks=(1,))
+    assert said.startswith("actor-1: start 2 killed by SIGKILL on n2; started again in 1 s")
     assert (verdict.read(run.run_dir).component, verdict.read(run.run_dir).error) == ("actor", "")
-    verdict.judge(run.run_dir, "7", "restarted", failed(ranks=(0, 1)))
-    assert words(run).startswith("actor: start 2 ended with exit code 1 on n1 (actor-0: Training")
+    said = judged(run, ranks=(0, 1))
+    assert said.startswith("actor: start 2 ended with exit code 1 on n1 (actor-0: Training")
 
 
 def test_of_a_killed_task_it_says_the_signal_and_no_error_of_an_earlier_start(run):
@@ -78,8 +75,8 @@ def test_of_a_killed_task_it_says_the_signal_and_no_error_of_an_earlier_start(ru
     started(run, 1, "n2")
     log = run.run_dir / "submission" / "7_batch.log"
     log.write_text("srun: error: n9: task 0: Killed\nsrun: error: n2: task 1: Killed\nx\n")
-    verdict.judge(run.run_dir, "7", "restarted", failed(code=137, since=time.time() + 1))
-    assert words(run).startswith("actor: start 2 killed by SIGKILL on n2; started again in 1 s")
+    said = judged(run, code=137, since=time.time() + 1)
+    assert said.startswith("actor: start 2 killed by SIGKILL on n2; started again in 1 s")
     assert verdict.read(run.run_dir).signal == "SIGKILL"
 
 
@@ -98,10 +95,8 @@ def test_what_slurm_announced_is_not_hidden_by_the_ends_that_follow(run, monkeyp
 @pytest.mark.parametrize(
     ("left", "why"),
     [
-        ("1:30", "time limit reached"),
         ("2:30", "time limit reached"),  # Slurm may announce it a minute sooner
         ("2:31", "preempted"),
-        ("1-00:00:00", "preempted"),
         ("UNLIMITED", "out of time or preempted"),
     ],
 )
@@ -117,13 +112,9 @@ def restarts(run, *counts):
     (run.folder / "squeue").write_text(f"#!/bin/bash\n[[ $* = *RestartCnt* ]] || exit 2\n{answer}")
 
 
-def dying_scontrol(run):
-    """As its requeue ends all processes of the job, and it is one of them."""
-    (run.folder / "scontrol").write_text("#!/bin/bash\nkill -TERM $$\nsleep 5\n")
-
-
 def test_a_requeue_that_ends_who_asks_for_it_is_one_and_no_refusal(run):
-    dying_scontrol(run)
+    # Its requeue ends all processes of the job, and it is one of them.
+    (run.folder / "scontrol").write_text("#!/bin/bash\nkill -TERM $$\nsleep 5\n")
     restarts(run, 1, 1)
     assert requeue.ask("7", run.run_dir) == ""
     assert words(run) == "out of time or preempted: requeued, for the time number 1"
@@ -175,30 +166,24 @@ def tell(monkeypatch, run, *options):
 
 
 def test_an_attempt_that_ended_without_a_word_was_requeued_as_the_next_one_says(run, monkeypatch):
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    tell(monkeypatch, run, "--what", "requeued", "--before")
-    assert words(run) == "requeued by Slurm, for the time number 1"  # a node died
+    def next_begins(number):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(number))
+        tell(monkeypatch, run, "--what", "requeued", "--before")
+        return words(run)
+
+    assert next_begins(1) == "requeued by Slurm, for the time number 1"  # a node died
     assert verdict.read(run.run_dir).attempt == "7.0"
     verdict.give(run.run_dir, "7", "restarted", "of this attempt")
-    tell(monkeypatch, run, "--what", "requeued", "--before")
-    assert words(run) == "of this attempt"
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    tell(monkeypatch, run, "--what", "requeued", "--before")
-    assert words(run) == "requeued by Slurm, for the time number 2"
+    assert next_begins(1) == "of this attempt"
+    assert next_begins(2) == "requeued by Slurm, for the time number 2"
     verdict.give(run.run_dir, "7", "requeued", "out of time")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
-    tell(monkeypatch, run, "--what", "requeued", "--before")
-    assert words(run) == "out of time"
+    assert next_begins(3) == "out of time"
 
 
-def test_status_has_it_and_only_its_owner_may_read_it(run):
-    command = [sys.executable, "-m", "relax_hpc.runs.verdict", str(run.run_dir), "--job-id", "7"]
+def test_status_has_it_and_only_its_owner_may_read_it(run, monkeypatch):
     run.run_dir.chmod(0o700)
-    before = os.umask(0)
-    try:
-        subprocess.run([*command, "--what", "stopped", "--words", "it was told to end"], check=True)
-    finally:
-        os.umask(before)
+    os.umask(0)
+    tell(monkeypatch, run, "--what", "stopped", "--words", "it was told to end")
     assert RunPaths(run.run_dir).verdict.stat().st_mode & 0o777 == 0o600
     said = CliRunner().invoke(app, ["status", str(run.run_dir), "--json"]).output
     assert json.loads(said)["verdict"]["what"] == "stopped"
@@ -206,36 +191,24 @@ def test_status_has_it_and_only_its_owner_may_read_it(run):
     assert "last verdict" not in CliRunner().invoke(app, ["status", str(run.run_dir)]).output
 
 
-def supervised(settings, *lines):
-    """What bash says of a script with these settings and lines."""
-    settings = f"job_id=7 restart_window_s=1800 ask_controller=(true) {settings}"
-    text = "\n".join([settings, SUPERVISION, *lines])
-    done = subprocess.run(
-        ["bash", "-c", text], capture_output=True, text=True, timeout=30, check=False
-    )
+def supervised(*settings):
+    """What bash says of a component that fails under these settings."""
+    common = "job_id=7 restart_window_s=1800 ask_controller=(true) look_every_s=15"
+    text = "\n".join([common, SUPERVISION, *settings, "(supervise actor 1 /nowhere -- false)"])
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=30)
     return done.stdout
-
-
-TELL = 'tell() { echo "told $*"; }'
-
-
-def told_in(said):
-    return [line.split()[1:] for line in said.splitlines() if line.startswith("told ")]
 
 
 def test_the_script_tells_every_restart_and_the_end_in_order():
     """2 restarts of 2 that are allowed, then the end."""
-    settings = "look_every_s=15 max_restarts=2 restart_delays_s=(0.25 0.5)"
-    told = told_in(supervised(settings, TELL, "(supervise actor 1 /nowhere -- false)"))
+    tell = 'tell() { echo "told $*"; }'
+    said = supervised("max_restarts=2 restart_delays_s=(0.25 0.5)", tell).splitlines()
+    told = [line.split()[1:] for line in said if line.startswith("told ")]
     facts = [dict(zip(line[1::2], line[2::2], strict=True)) for line in told]
     assert [line[0] for line in told] == ["restarted", "restarted", "ended"]
     assert [each["--failures"] for each in facts] == ["1", "2", "3"]
     assert [each.get("--next") for each in facts] == ["0.25", "0.5", None]
     assert {each["--component"] for each in facts} == {"actor"}
-
-
-def test_a_run_goes_on_where_the_verdict_cannot_be_written():
-    settings = "max_restarts=1 restart_delays_s=(0) verdict=(false)"
-    said = supervised(settings, "(supervise actor 1 /nowhere -- false)")
-    assert said.count("ended with exit code") == 2
-    assert said.count("could not be written") == 2
+    # A run goes on where the verdict cannot be written.
+    said = supervised("max_restarts=1 restart_delays_s=(0) verdict=(false)")
+    assert said.count("ended with exit code") == said.count("could not be written") == 2

@@ -42,7 +42,6 @@ class Page(HTMLParser):
             self.articles.append({"text": "", "classes": []})
         if tag == "b":
             self.articles[-1]["classes"].append(dict(attrs)["class"])
-
         if tag == "dd":
             self.articles[-1]["text"] += " "
 
@@ -67,9 +66,6 @@ def printed(run, *options, columns="200"):
     return answer.output
 
 
-# ---------------------------------------------------------------- what is shown
-
-
 def test_a_script_in_a_response_is_text_and_nothing_is_loaded(run):
     put(run, [said(SCRIPT, prompt=f'"><b onload=x>{SCRIPT}'), said(f"{SCRIPT}'\"&amp;", 0, 1)])
     found = page_of(run)
@@ -82,13 +78,9 @@ def test_a_script_in_a_response_is_text_and_nothing_is_loaded(run):
 
 
 def test_a_token_that_is_a_whole_script_is_text():
-    found = output.tokens(
-        [Token(f"</b>{SCRIPT}", True, -1.0, 3), Token("'\"&amp;", False, 0.0, -1)]
-    )
-    assert found == (
-        '<b class="l4 m1 v3" title="-1 v3">&lt;/b&gt;&lt;script&gt;alert(1)&lt;/script&gt;</b>'
-        '<b class="m0">&#39;&#34;&amp;amp;</b>'
-    )
+    found = output.tokens([Token(f"</b>{SCRIPT}", True, -1.0, 3)])
+    assert "<script" not in found and found.count("</b>") == 1
+    assert found.startswith('<b class="l4 m1 v3" title="-1 v3">&lt;/b&gt;&lt;script&gt;')
 
 
 def test_the_terminal_prints_the_same_and_no_text_of_the_model_acts_on_it(run):
@@ -171,9 +163,6 @@ def test_the_colours_of_three_tokens_by_hand(run):
     assert '<body data-by="version">' in page_of(run, "--by", "version").source
 
 
-# ---------------------------------------------------------------- which are shown
-
-
 def rewarded(run, rewards):
     """A prompt group for each mean reward, in turn by both producers, a shard each."""
     for r, name in enumerate(PRODUCERS):
@@ -202,7 +191,7 @@ def test_groups_are_sorted_as_asked(run):
         guids(run, step=2)
 
 
-def asked_again(run, rewards):
+def asked_again(run, *rewards):
     """Prompt groups, each of two siblings, by (prompt, rewards), a shard each."""
     for guid, (prompt, each) in enumerate(rewards):
         rows = [said("x", guid, s, prompt_index=prompt, reward=r) for s, r in enumerate(each)]
@@ -212,25 +201,20 @@ def asked_again(run, rewards):
 def test_prompts_that_went_from_wrong_to_right_or_back_come_in_pairs_the_last_first(run):
     asked_again(
         run,
-        [
-            *[(0, (0, 1)), (1, (1, 1)), (2, (0, 0)), (3, (1, 1)), (4, (0, 0))],  # half is not most
-            *[(0, (1, 1)), (1, (1, 1)), (2, (0, 1)), (3, (0, 0)), (4, (1, 1))],
-            (4, (0, 0)),
-        ],
+        *[(0, (0, 1)), (1, (1, 1)), (2, (0, 0)), (3, (1, 1)), (4, (0, 0))],  # half is not most
+        *[(0, (1, 1)), (1, (1, 1)), (2, (0, 1)), (3, (0, 0)), (4, (1, 1)), (4, (0, 0))],
     )
     assert guids(run, sort="flipped") == [10, 9, 4, 8, 3, 5, 0]
     assert guids(run, sort="flipped", groups=4) == [10, 9, 4], "a pair is not torn"
-    assert choose(run.bus, GroupQuery(sort="flipped")).notes == {
-        10: "right to wrong: 0 of 2 here, 2 of 2 in prompt group 9",
-        9: "wrong to right: 2 of 2 here, 0 of 2 in prompt group 4",
-        8: "right to wrong: 0 of 2 here, 2 of 2 in prompt group 3",
-        5: "wrong to right: 2 of 2 here, 1 of 2 in prompt group 0",
-    }
+    notes = choose(run.bus, GroupQuery(sort="flipped")).notes
+    assert notes.keys() == {10, 9, 8, 5}
+    assert notes[8] == "right to wrong: 0 of 2 here, 2 of 2 in prompt group 3"
+    assert notes[5] == "wrong to right: 2 of 2 here, 1 of 2 in prompt group 0"
     assert "right to wrong: 0 of 2 here" in page_of(run, "--sort", "flipped").source
 
 
 def test_what_is_right_is_said_by_the_job_and_without_a_flip_it_is_said_what_is_there(run):
-    asked_again(run, [(0, (0, 0)), (0, (0.5, 0.5))])
+    asked_again(run, (0, (0, 0)), (0, (0.5, 0.5)))
     remark = "no prompt went from wrong to right or back: 2 prompt groups of 1 prompts are on disk"
     assert choose(run.bus, GroupQuery(sort="flipped")).remarks[0].startswith(remark)
     run.config.write_text(run.config.read_text().replace('"solved_at":1.0', '"solved_at":0.5'))
@@ -254,11 +238,9 @@ def test_who_follows_sees_each_group_once_as_it_comes(run, monkeypatch):
 def test_for_the_newest_no_other_shard_is_opened(run, monkeypatch):
     for r, name in enumerate(PRODUCERS):
         produce(run.bus, name, range(r, 40, 2), per_shard=2)
-    opened = []
-    init = Shard.__init__
-    monkeypatch.setattr(
-        Shard, "__init__", lambda self, path, **kw: (opened.append(path), init(self, path, **kw))[1]
-    )
+    opened, init = [], Shard.__init__
+    noted = lambda self, path, **kw: opened.append(path) or init(self, path, **kw)  # noqa: E731
+    monkeypatch.setattr(Shard, "__init__", noted)
     assert guids(run, groups=2) == [39, 38]
     assert len(opened) == 2
 
@@ -268,16 +250,11 @@ def test_a_group_that_was_committed_twice_is_shown_once_as_it_was_planned(run):
         rows = [row._replace(reward=reward) for row in group(0).trajectories]
         put(run, rows, *[group(guid).trajectories for guid in (1, 2, 3)], producer=producer)
 
-    def rewards_of_first():
-        found = inventory.survey(run.bus).groups
-        assert [each.guid for each in found] == [0, 1, 2, 3]
-        return found[0].rewards
-
     commit(PRODUCERS[1], 0.75)
     plan(run.bus, 1)
-    assert rewards_of_first() == (0.75, 0.75)
     commit(PRODUCERS[0], 0.25)  # whose log is read first
-    assert rewards_of_first() == (0.75, 0.75)
+    found = inventory.survey(run.bus).groups
+    assert [each.guid for each in found] == [0, 1, 2, 3] and found[0].rewards == (0.75, 0.75)
 
 
 def test_deleted_shards_are_said(run):
@@ -314,9 +291,6 @@ def test_a_file_that_is_there_is_not_written_over(run):
     assert mine.read_text() == "of the user" and not list(run.root.glob(".*.tmp"))
 
 
-# ---------------------------------------------------------------- how large
-
-
 def test_a_page_ends_before_it_is_too_large_and_says_so(run, monkeypatch):
     produce(run.bus, PRODUCERS[0], range(60), per_shard=20, response=50)
     whole = page_of(run, "--groups", "60")
@@ -328,9 +302,6 @@ def test_a_page_ends_before_it_is_too_large_and_says_so(run, monkeypatch):
     assert 5 < count < 30 and run.view.stat().st_size <= size // 2
     assert f"The page ends after {count} prompt groups" in found.source
     assert found.source.rstrip().endswith("</html>")
-
-
-# ---------------------------------------------------------------- media
 
 
 def test_tokens_that_stand_for_media_are_a_few_words(run):

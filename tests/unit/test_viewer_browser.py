@@ -23,8 +23,7 @@ pytestmark = [
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-dev-shm-usage",
     "--no-first-run", "--disable-background-networking", "--disable-component-update",
-    "--disable-sync", "--no-proxy-server", "--disable-extensions", "--hide-scrollbars",
-    "--window-size=1400,900",
+    "--disable-sync", "--no-proxy-server", "--disable-extensions", "--window-size=1400,900",
 ]  # fmt: skip
 RESPONSES = (
     '<script>document.title = "taken"</script>',
@@ -78,10 +77,8 @@ def page_of(run, **asked):
 
 def dom(path, tmp_path):
     """The document as the browser has it once scripts have run."""
-    done = subprocess.run(
-        [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path}/profile", "--dump-dom", path.as_uri()],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path}/profile", "--dump-dom", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "<html" in done.stdout, done.stderr[-2000:]
     return done.stdout
 

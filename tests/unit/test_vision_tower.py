@@ -12,12 +12,7 @@ SHAPE = VisionArchitecture(
     num_layers=3, hidden_size=48, ffn_hidden_size=80, num_heads=2, patch=4, time=2, merge=2,
     positions=6, rope_base=10000.0, out_size=40, taps=(0, 2),
 )  # fmt: skip
-GRIDS = {
-    "an image": [(1, 4, 6)],
-    "two images": [(1, 8, 4), (1, 2, 2)],
-    "a video": [(3, 4, 4)],
-    "all of it": [(1, 6, 2), (2, 4, 8), (1, 4, 8), (1, 14, 2)],
-}
+GRIDS = {"an image": [(1, 4, 6)], "all of it": [(1, 6, 2), (3, 4, 8), (1, 4, 8), (1, 14, 2)]}
 CPU = torch.device("cpu")
 
 
@@ -52,21 +47,15 @@ def frames_of(grids):
     return [Frame(height, width) for time, height, width in grids for _ in range(time)]
 
 
-def architecture(kind="vl"):
-    name = {"vl": "qwen3_vl", "omni": "qwen3_omni_moe"}[kind]
-    return Architecture(
-        name, 2, 40, 80, 2, 2, 20, 64, 64, 1e-6, Rope("default", 1e4), False, vision=SHAPE
-    )
-
-
 def names_of(kind):
     """Name in the folder, without its prefix -> name and shape in our tower, of every tensor."""
-    table, prefix = {
-        "vl": (qwen3_vl.tower, "model.visual."),
-        "omni": (qwen3_omni_moe.seeing, "thinker.visual."),
+    kind, table, prefix = {
+        "vl": ("qwen3_vl", qwen3_vl.tower, "model.visual."),
+        "omni": ("qwen3_omni_moe", qwen3_omni_moe.seeing, "thinker.visual."),
     }[kind]
-    found = {}
-    for parameter in table(architecture(kind)):
+    found, rope = {}, Rope("default", 1e4)
+    model = Architecture(kind, 2, 40, 80, 2, 2, 20, 64, 64, 1e-6, rope, False, vision=SHAPE)
+    for parameter in table(model):
         [(name, shape)], (core,) = parameter.hf.items(), parameter.core
         assert name.startswith(prefix)
         found[name.removeprefix(prefix)] = core.removeprefix("vision."), shape
@@ -95,9 +84,7 @@ def both(grids, kind="vl", **options):
     return answers
 
 
-@pytest.mark.parametrize(
-    ("kind", "recompute"), [("vl", False), ("vl", True), ("omni", False)], ids=str
-)
+@pytest.mark.parametrize(("kind", "recompute"), [("vl", False), ("vl", True), ("omni", False)])
 @pytest.mark.parametrize("grids", GRIDS.values(), ids=GRIDS)
 def test_features_and_gradients_are_hugging_faces(grids, kind, recompute):
     (expected, their_gradients), (found, gradients) = both(grids, kind, recompute=recompute)

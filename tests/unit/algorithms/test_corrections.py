@@ -17,15 +17,10 @@ from relax_hpc.algorithms.corrections.sequence_tis import SequenceTis
 from relax_hpc.algorithms.corrections.tis import Tis
 
 CORRECTIONS = [
-    NoCorrection(),
-    Tis(cap=1.3),
-    SequenceTis(),
-    IcepopCorrection(low=0.8, high=1.3),
-    Opsm(delta=0.1),
-    RejectGeometric(low=0.9, high=1.1),
-    RejectK3(limit=0.05),
+    NoCorrection(), Tis(cap=1.3), SequenceTis(), IcepopCorrection(low=0.8, high=1.3),
+    Opsm(delta=0.1), RejectGeometric(low=0.9, high=1.1), RejectK3(limit=0.05),
     RejectK1(low=0.8, high=1.3),
-]
+]  # fmt: skip
 NAMES = lambda part: part.name  # noqa: E731
 
 
@@ -78,50 +73,34 @@ def near(values):
     return pytest.approx(values, abs=1e-9)
 
 
-def test_none_by_hand():
-    assert one(NoCorrection(), [0.1, 9.0]) == ([1, 1], {})
+BEYOND, WITHIN = Opsm(delta=math.log(2) - 0.01), Opsm(delta=math.log(2) + 0.01)
+BY_HAND = [
+    (NoCorrection(), [0.1, 9.0], 1.0, [1, 1]), (Tis(), [0.5, 3.0], 1.0, [0.5, 2]),
+    (SequenceTis(), [0.5, 3.0], 1.0, [1.5, 1.5]), (SequenceTis(), [2.0, 3.0], 1.0, [2, 2]),
+    (IcepopCorrection(), [0.4, 0.6, 4.0, 6.0], 1.0, [0, 0.6, 4, 0]),
+    # The mean of log(mu / pi_old) is (log 4 + log 1) / 2 = log 2.
+    (BEYOND, [0.25, 1.0], -1.0, [0, 0]), (BEYOND, [0.25, 1.0], 1.0, [1, 1]),
+    (WITHIN, [0.25, 1.0], -1.0, [1, 1]), (BEYOND, [4.0, 1.0], -1.0, [1, 1]),
+    # 1.1 and 1 / 1.1 cancel out; 1.003 and 1 have a mean of 1.0015.
+    (RejectGeometric(), [1.1, 1 / 1.1], 1.0, [1, 1]),
+    (RejectGeometric(), [1.003, 1.0], 1.0, [0, 0]),
+    (RejectGeometric(), [0.997, 1.0], 1.0, [0, 0]),
+    # k3 of 1.2 is 0.2 - log 1.2 = 0.0177, halved by a token of 1: 0.0088.
+    (RejectK3(), [1.2], 1.0, [0]), (RejectK3(), [1.2, 1.0], 1.0, [1, 1]),
+    # verl's, of the inverse ratio, would keep 1.6 = 1 / 0.625 and reject 0.65 = 1 / 1.54.
+    (RejectK1(), [0.5, 0.65, 1.3, 1.6], 1.0, [0, 1, 1, 0]),
+]  # fmt: skip
 
 
-def test_tis_by_hand():
-    weights, metrics = one(Tis(), [0.5, 3.0])
-    assert weights == near([0.5, 2])
+@pytest.mark.parametrize("case", BY_HAND, ids=lambda case: case[0].name)
+def test_weights_by_hand(case):
+    part, ratios, worth, expected = case
+    assert one(part, ratios, worth)[0] == near(expected)
+
+
+def test_what_is_told_by_hand():
+    _, metrics = one(Tis(), [0.5, 3.0])
     assert metrics["loss/importance_mean"] == near([0.5, 2])
     assert metrics["loss/importance_capped"] == [False, True]
-
-
-def test_sequence_tis_by_hand():
-    assert one(SequenceTis(), [0.5, 3.0])[0] == near([1.5, 1.5])
-    assert one(SequenceTis(), [2.0, 3.0])[0] == near([2, 2])
-
-
-def test_icepop_by_hand():
-    weights, metrics = one(IcepopCorrection(), [0.4, 0.6, 4.0, 6.0])
-    assert weights == near([0, 0.6, 4, 0])
+    _, metrics = one(IcepopCorrection(), [0.4, 0.6, 4.0, 6.0])
     assert metrics["loss/importance_rejected"] == [True, False, False, True]
-
-
-def test_opsm_by_hand():
-    # The mean of log(mu / pi_old) is (log 4 + log 1) / 2 = log 2.
-    beyond, within = Opsm(delta=math.log(2) - 0.01), Opsm(delta=math.log(2) + 0.01)
-    assert one(beyond, [0.25, 1.0], -1.0)[0] == [0, 0]
-    assert one(beyond, [0.25, 1.0], 1.0)[0] == [1, 1]
-    assert one(within, [0.25, 1.0], -1.0)[0] == [1, 1]
-    assert one(beyond, [4.0, 1.0], -1.0)[0] == [1, 1]
-
-
-def test_geometric_rejection_by_hand():
-    # 1.1 and 1 / 1.1 cancel out; 1.003 and 1 have a mean of 1.0015.
-    assert one(RejectGeometric(), [1.1, 1 / 1.1])[0] == [1, 1]
-    assert one(RejectGeometric(), [1.003, 1.0])[0] == [0, 0]
-    assert one(RejectGeometric(), [0.997, 1.0])[0] == [0, 0]
-
-
-def test_rejection_by_k3_by_hand():
-    # k3 of 1.2 is 0.2 - log 1.2 = 0.0177, halved by a token of 1: 0.0088.
-    assert one(RejectK3(), [1.2])[0] == [0]
-    assert one(RejectK3(), [1.2, 1.0])[0] == [1, 1]
-
-
-def test_rejection_by_k1_has_bounds_on_the_trainers_ratio():
-    # verl's, of the inverse ratio, would keep 1.6 = 1 / 0.625 and reject 0.65 = 1 / 1.54.
-    assert one(RejectK1(), [0.5, 0.65, 1.3, 1.6])[0] == [0, 1, 1, 0]

@@ -6,17 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 from deadly import Deadly
-from media_files import lines, model_folder, photo, recipe_of, source, tokenizer, write_lines
+from media_files import lines, model_folder, photo, tokenizer, write_lines
 from typer.testing import CliRunner
 
 from relax_hpc.cli.main import app
 from relax_hpc.config import job_file
-from relax_hpc.config.prompts import MediaAdvanced
-from relax_hpc.data.media.canonical import measure_medium
 from relax_hpc.data.records import Records
 from relax_hpc.data.rows import TaskShare
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import evaluate, submit
+from relax_hpc.launch import submit
 from relax_hpc.roles.rollout import prompt_check, row_gate
 from relax_hpc.roles.rollout.row_gate import RowGate
 from relax_hpc.runtime.paths import RunPaths
@@ -60,15 +58,6 @@ def config(check, tmp_path, monkeypatch):
     return read
 
 
-def test_a_photo_that_ends_early_is_named_with_its_line(check, tmp_path):
-    recipe = recipe_of(tmp_path, "qwen3_vl")
-    measure_medium(source((tmp_path / "2.jpg").read_bytes()), recipe)  # its header is whole
-    said = check()
-    assert "1 of 5 media cannot be used\n" in said
-    assert f"{tmp_path}/train.jsonl, line 3: image 1 (2.jpg): is JPEG that cannot be deco" in said
-    assert 'set prompts.media.advanced.broken = "skip"' in said
-
-
 @pytest.fixture
 def deadly(monkeypatch):
     """The photo of the second line ends every process that opens it."""
@@ -105,16 +94,6 @@ def test_a_photo_whose_header_ends_its_process_is_named_by_a_plain_check(config,
         [said] = prompt_check.check_sample(config, sources)
         assert "1 of 4 rows that were looked at cannot be used and are left out" in said
     assert line in said and "\n" not in said
-
-
-def test_where_broken_media_are_skipped_it_is_only_told(check):
-    said = check(**{"prompts.media.advanced.broken": "skip"})
-    assert "1 of 5 media cannot be used\n" in said and "are left out" in said
-
-
-def test_all_are_counted_where_each_can_be_used(check, tmp_path):
-    (tmp_path / "2.jpg").write_bytes(photo(64, 96, "JPEG"))
-    assert "decoded 5 media: each can be used" in check()
 
 
 @pytest.fixture
@@ -212,58 +191,12 @@ def test_data_of_nothing_but_broken_media_are_refused(skipping, tmp_path):
     assert not skipping.paths.broken_media.exists()
 
 
-@pytest.fixture
-def submitted(skipping, monkeypatch):
-    """Submits it; what the tasks will find when they start is noted."""
+def test_submit_decides_before_it_starts_anything(skipping, monkeypatch):
     found = []
-
-    def start(planned, config, paths, *_):
-        found.append(listed(paths) if paths.broken_media.exists() else None)
-        return planned
-
     monkeypatch.setattr(submit.preflight, "check", lambda config, *_, **__: config)
-    monkeypatch.setattr(submit, "start", start)
-
-    def run(config=skipping.config, **given):
-        submit.submit(config, local=True, **given)
-        return found
-
-    return run
-
-
-def test_submit_decides_before_it_starts_anything(submitted):
-    assert submitted() == [OUT]
-
-
-def test_a_dry_run_and_a_job_that_does_not_skip_decode_nothing(submitted, skipping, monkeypatch):
-    monkeypatch.setattr(row_gate, "decode", None)
-    assert submitted(dry_run=True) == []
-    media = skipping.config.prompts.media.model_copy(update={"advanced": MediaAdvanced()})
-    prompts = skipping.config.prompts.model_copy(update={"media": media})
-    assert submitted(skipping.config.model_copy(update={"prompts": prompts})) == [None]
-
-
-def test_an_evaluation_decides_for_itself_and_once(skipping, tmp_path, monkeypatch):
-    (tmp_path / "heldout.jsonl").write_text((tmp_path / "train.jsonl").read_text())
-    settings = [f"run_root={tmp_path / 'runs'}", "prompts.media.advanced.broken=skip"]
-    asked = evaluate.EvaluationRequest(
-        skipping.config.model.path,
-        sets={"photos": str(tmp_path / "heldout.jsonl")},
-        overrides=[*settings, "engines.rollout.kind=sglang"],
-        name="scored",
-    )
-    found = []
-
-    def read(config, _):
-        files = prompt_check.open_files(config, is_trained=False).by_key
-        return SimpleNamespace(by_key={k: SimpleNamespace(records=r) for k, r in files.items()})
-
-    monkeypatch.setattr(evaluate.alone, "read", read)
-    monkeypatch.setattr(evaluate.alone, "main", lambda _, paths, *__: found.append(listed(paths)))
-    evaluate.evaluate(asked)
-    monkeypatch.setattr(row_gate, "decode", None)
-    evaluate.evaluate(asked)
-    assert found == [[("eval.photos.path", 0), ("eval.photos.path", 2)]] * 2
+    monkeypatch.setattr(submit, "start", lambda planned, _, paths, *__: found.append(listed(paths)))
+    submit.submit(skipping.config, local=True)
+    assert found == [OUT]
 
 
 def test_a_model_that_does_not_hear_is_shown_no_sound(check, tmp_path):

@@ -1,7 +1,6 @@
 """Processes in which media are read and decoded: whoever ends one is named, and harms nobody."""
 
 import asyncio
-import multiprocessing
 import time
 
 import pytest
@@ -23,23 +22,6 @@ def recipe(tmp_path):
 def decoders():
     with Decoders(2) as made:
         yield made
-
-
-def children():
-    return {child.pid for child in multiprocessing.active_children()}
-
-
-def test_nothing_is_started_before_a_medium_comes(recipe):
-    before = children()
-    with Decoders(2) as decoders:
-        assert decoders.headers([], recipe).result() == ()
-        assert not children() - before
-        decoders.headers([source(photo())], recipe).result()
-        assert len(children() - before) == 1, "one medium needs one process"
-    deadline = time.monotonic() + 20
-    while children() - before:  # a child of a test before this one may end meanwhile
-        assert time.monotonic() < deadline, "they end with the block"
-        time.sleep(0.05)
 
 
 def test_headers_are_those_of_the_media_in_order_and_the_first_error_is_raised(recipe, decoders):

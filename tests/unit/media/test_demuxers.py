@@ -28,9 +28,6 @@ PLAYLISTS = {
     b"</AdaptationSet></Period></MPD>\n",
     "HLS": b"\n#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfile://{secret}\n#EXT-X-ENDLIST\n",
     "concat": b"\nffconcat version 1.0\nfile '{secret}'\nfile subfile,,start,0,end,9,,:{secret}\n",
-    "IMF": b"\n<CompositionPlaylist><Asset>{secret}</Asset></CompositionPlaylist>\n",
-    "RTSP": b"\nrtsp://127.0.0.1:19998/x\n",
-    "metadata": b"\n;FFMETADATA1\ntitle=x\n",
 }
 
 

@@ -1,9 +1,12 @@
-"""Images: what transformers makes of them, turned, over white, of every mode."""
+"""Images: what transformers makes of them, turned, over white, of every mode, in any process."""
 
 import io
 import itertools
 import json
+import os
 import struct
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +17,7 @@ import torch
 from media_files import (
     FOLDERS,
     VISION,
+    clip,
     encoded,
     model_folder,
     photo,
@@ -21,7 +25,8 @@ from media_files import (
     recipe_of,
     seen,
     source,
-)
+    tone,
+)  # fmt: skip
 from PIL import Image
 
 from relax_hpc.config.prompts import MediaConfig
@@ -29,7 +34,7 @@ from relax_hpc.data.media.canonical import canonical, digest_of, measure_medium
 from relax_hpc.data.media.decode import decode_image
 from relax_hpc.data.media.expand import MediaSpan
 from relax_hpc.data.media.extent import Extent
-from relax_hpc.data.media.patches import patches, table
+from relax_hpc.data.media.patches import patches
 from relax_hpc.data.media.recipe import read_recipe
 from relax_hpc.data.media.spool import MediaView, Spooled
 from relax_hpc.schema import MediaKind, Medium, key_of_medium
@@ -42,11 +47,6 @@ def recipe(tmp_path_factory):
     return recipe_of(tmp_path_factory.mktemp("model"), "qwen3_vl", image_tokens=[4, 64])
 
 
-@pytest.fixture(scope="module")
-def reference(recipe):
-    return reference_of(recipe)
-
-
 def reference_of(recipe):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -56,7 +56,6 @@ def reference_of(recipe):
 
 
 def assert_patches_are_those_of(reference, data, recipe):
-    """Bitwise, of transformers."""
     found = seen(data, recipe)
     with Image.open(io.BytesIO(data)) as image:
         expected = reference(images=[image.convert("RGB")], return_tensors="pt")
@@ -66,10 +65,9 @@ def assert_patches_are_those_of(reference, data, recipe):
     assert found.extent.tokens == (len(ours) // 4,)
 
 
-@pytest.mark.parametrize(("height", "width"), [(60, 100), (320, 210), (33, 32), (400, 40)])
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
-def test_patches_are_bitwise_those_of_transformers(recipe, reference, form, height, width):
-    assert_patches_are_those_of(reference, photo(height, width, form), recipe)
+def test_patches_are_bitwise_those_of_transformers(recipe, form):
+    assert_patches_are_those_of(reference_of(recipe), photo(320, 210, form), recipe)
 
 
 def test_patches_of_300_sizes_are_bitwise_those_of_transformers(tmp_path):
@@ -103,12 +101,6 @@ def test_bounds_that_neither_job_nor_model_says_are_those_of_relax(tmp_path, mod
     assert found.audio is None if model_type == "qwen3_vl" else found.audio.max_s == 300
 
 
-def test_values_in_16_bits_are_those_in_32_bits_rounded_once(recipe):
-    exact = table(recipe.image, torch.float32)
-    assert torch.equal(table(recipe.image, torch.bfloat16), exact.bfloat16())
-    assert exact[0, 0] == -1 and exact[0, 255] == 1 and exact.shape == (3, 256)
-
-
 GREY = Image.fromarray(pixels(40, 64)[:, :, 0])
 COLOUR = Image.fromarray(pixels(40, 64))
 ALPHA = Image.fromarray(np.full((40, 64), 128, np.uint8))
@@ -120,11 +112,6 @@ def with_alpha(image):
     return image
 
 
-def palette(**options):
-    made = COLOUR.quantize(16)
-    return encoded(made, **options), made.convert("RGB")
-
-
 def over_white(image):
     """Half of the colour, half of white, to a level."""
     return (np.asarray(image.convert("RGB")).astype(int) * 128 + 255 * 127 + 127) // 255
@@ -132,15 +119,11 @@ def over_white(image):
 
 MODES = {
     "1": (encoded(GREY.convert("1")), GREY.convert("1").convert("RGB")),
-    "L": (encoded(GREY), GREY.convert("RGB")),
     "I;16": (encoded(DEEP), GREY.convert("RGB")),
     "LA": (encoded(with_alpha(GREY.copy())), over_white(GREY)),
-    "P": palette(),
-    "P with transparency": (palette(transparency=0)[0], None),
+    "P": (encoded(COLOUR.quantize(16)), COLOUR.quantize(16).convert("RGB")),
     "RGB": (encoded(COLOUR), COLOUR),
-    "RGB with transparency": (encoded(COLOUR, transparency=(1, 2, 3)), COLOUR),
     "RGBA": (encoded(with_alpha(COLOUR.copy())), over_white(COLOUR)),
-    "RGBA, WEBP": (encoded(with_alpha(COLOUR.copy()), "WEBP", lossless=True), over_white(COLOUR)),
     "RGB, JPEG": (encoded(COLOUR, "JPEG", quality=100, subsampling=0), COLOUR),
     "CMYK, JPEG": (encoded(COLOUR.convert("CMYK"), "JPEG", quality=100), COLOUR),
 }
@@ -151,17 +134,13 @@ def test_every_mode_becomes_rgb_of_8_bits_over_white(recipe, mode):
     data, expected = MODES[mode]
     found = decode_image(source(data))
     assert found.mode == "RGB" and found.size == (64, 40)
-    if expected is None:  # the colour that is transparent is white, and there are others
-        indices = np.asarray(COLOUR.quantize(16))
-        assert (np.asarray(found)[indices == 0] == 255).all() and (indices > 0).any()
-        return
-    lossy = {"L, JPEG": 3, "RGB, JPEG": 6, "CMYK, JPEG": 12}.get(mode, 0)
+    lossy = {"RGB, JPEG": 6, "CMYK, JPEG": 12}.get(mode, 0)
     off = np.abs(np.asarray(found).astype(int) - np.asarray(expected).astype(int))
     assert off.max() <= max(lossy, 1 if "A" in mode else 0)
     assert seen(data, recipe).array.dtype == np.uint8
 
 
-def png(kind, bits, row, transparent=None, exif=b""):
+def png(kind, bits, row, transparent=None):
     """A PNG of one row, in bits that Pillow does not write."""
 
     def chunk(name, data):
@@ -176,8 +155,6 @@ def png(kind, bits, row, transparent=None, exif=b""):
     made += chunk(b"IHDR", struct.pack(">IIBBBBB", wide, 1, bits, kind, 0, 0, 0))
     if transparent is not None:
         made += chunk(b"tRNS", np.asarray(transparent, ">u2").tobytes())
-    if exif:
-        made += chunk(b"eXIf", exif)
     return made + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
 
 
@@ -188,14 +165,11 @@ def greys(*levels):
 DARK = [0x0210, 0x0320, 0x0430]
 SINGLED_OUT = {
     "grey of 16 bits": (png(0, 16, [0, 1000, 1001, 0x8000], [1000]), greys(0, 255, 3, 128)),
-    "black of 16 bits": (png(0, 16, [0, 1, 0x0100], [0]), greys(255, 0, 1)),
     "grey of 4 bits": (png(0, 4, [0, 3, 4, 10], [3]), greys(0, 255, 68, 170)),
-    "grey of 2 bits": (png(0, 2, [0, 1, 2, 1], [1]), greys(0, 255, 170, 255)),
     "colour of 16 bits": (
         png(2, 16, [*DARK, 0x1000, 0x2000, 0x3000, 0x0310, 0x0320, 0x0430], DARK),
         [[255] * 3, [16, 32, 48], [3, 3, 4]],
     ),
-    "colour of 8 bits": (png(2, 8, [2, 3, 4, 3, 3, 4], [2, 3, 4]), [[255] * 3, [3, 3, 4]]),
     "grey and alpha of 16 bits": (
         png(4, 16, [1000, 0, 1000, 0xFFFF, 0, 0x8000]), greys(255, 3, 127),
     ),
@@ -210,16 +184,6 @@ SINGLED_OUT = {
 def test_what_is_transparent_is_white_in_any_number_of_bits(what):
     data, expected = SINGLED_OUT[what]
     assert np.asarray(decode_image(source(data)))[0].tolist() == expected
-
-
-@pytest.mark.parametrize(("kind", "bits"), [(0, 16), (0, 4), (2, 16)])
-def test_what_is_transparent_is_white_in_a_photo_that_is_turned(kind, bits):
-    exif = Image.Exif()
-    exif[0x0112] = 2
-    channels, level = 3 if kind == 2 else 1, 9 << max(bits - 8, 0)
-    row, transparent = [0] * channels + [level] * channels, [level] * channels
-    turned = png(kind, bits, row, transparent, exif.tobytes().removeprefix(b"Exif\0\0"))
-    assert np.asarray(decode_image(source(turned)))[0].tolist() == greys(255, 0)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -269,3 +233,51 @@ def test_ten_thousand_images_of_one_size_have_keys_of_their_own():
     assert len({view.digest for view in views}) == len(views) == 29_998
     media = [Medium(MediaKind.PNG, EMPTY, extent.grid, each.digest) for each in spooled]
     assert len({key_of_medium(SimpleNamespace(media=(m,), guid=0), 0) for m in media}) == 10_000
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from relax_hpc.config.prompts import MediaConfig
+from relax_hpc.data.media.canonical import canonical, measure_medium
+from relax_hpc.data.media.recipe import read_recipe
+from relax_hpc.data.media.source import MediaSource
+recipe = read_recipe(Path(sys.argv[1]), MediaConfig(video_frames=[2, 8]))
+for name in sys.argv[2:]:
+    medium = MediaSource("x", name.partition("-")[0], path=Path(sys.argv[1]) / name)
+    print(canonical(measure_medium(medium, recipe), recipe).digest.hex())
+print("torch" in sys.modules)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = model_folder(tmp_path_factory.mktemp("model"), "qwen3_omni_moe")
+    (made / "image-1").write_bytes(photo(500, 700, "JPEG"))
+    (made / "video-1").write_bytes(clip(range(20)))
+    (made / "audio-1").write_bytes(tone(0.7, 44100))
+    return made
+
+
+def digests_of(folder, names):
+    recipe = read_recipe(folder, MediaConfig(video_frames=[2, 8]))
+    made = (seen((folder / n).read_bytes(), recipe, n.partition("-")[0]) for n in names)
+    return [each.digest.hex() for each in made]
+
+
+def in_a_process(folder, threads, names):
+    command = [sys.executable, "-c", PROGRAM, str(folder), *names]
+    count = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    ran = subprocess.run(
+        command, env=os.environ | count, capture_output=True, text=True, check=True
+    )
+    return ran.stdout.split()
+
+
+def test_digests_are_the_same_in_fresh_processes_with_one_and_two_threads(folder):
+    seen = ["image-1", "video-1"]
+    *one, has_torch = in_a_process(folder, 1, seen)
+    assert has_torch == "False", "pixels are made without torch"
+    *two, _ = in_a_process(folder, 2, [*seen, "audio-1"])
+    assert [*one, two[-1]] == two == digests_of(folder, [*seen, "audio-1"])
+    assert len(set(two)) == 3

@@ -7,9 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from media_files import clip, model_folder, photo, prompts_of, tokenizer, tone, write_lines
 
-from relax_hpc.config.job_file import validate
-from relax_hpc.config.programs import make_absolute
-from relax_hpc.config.prompts import MediaConfig, PromptsConfig
+from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.data.overlap import find
 from relax_hpc.errors import ConfigError
 from relax_hpc.roles.rollout import prompt_check
@@ -96,25 +94,6 @@ def test_all_media_of_a_row_are_in_the_order_of_their_places(source, tokens):
     assert [span.first for span in made.spans] == firsts == sorted(firsts)
 
 
-def test_times_of_frames_are_written_for_a_model_that_reads_them(source, tokens):
-    made = source({"prompt": "<video>", "videos": ["c.mp4"], "answer": "1"}, model="qwen3_vl")
-    found = made.prompt(0)
-    text = tokens.decode(found.token_ids)
-    assert len(found.spans) == len(found.measured[0].extent.times) == 2
-    assert "<0.3 seconds><|vision_start|><|video_pad|>" in text and "<1.6 seconds>" in text
-
-
-def test_the_jobs_own_text_may_say_where_the_media_belong(source):
-    row = {"prompt": "x", "images": ["a.png"], "answer": "1"}
-    made = source(row, user="<image>{prompt}", system="see").prompt(0)
-    assert [m["role"] for m in made.messages] == ["system", "user"]
-    assert made.messages[1]["content"] == [{"type": "image"}, {"type": "text", "text": "x"}]
-    parts = [{"type": "image"}, {"type": "text", "text": "x"}]
-    row = row | {"prompt": [{"role": "user", "content": parts}]}
-    asked = source(row, user="look: {prompt}!").prompt(0).messages[0]["content"]
-    assert [part.get("text") for part in asked] == ["look: ", None, "x", "!"]
-
-
 def test_rows_of_text_are_what_they_were_before_with_every_model(source):
     rows = [
         {"prompt": "the tag <video>", "answer": "1", "images": []},
@@ -146,11 +125,8 @@ def rows_of(prompt="<image>x", **columns):
 
 BAD = {
     "fewer places": (rows_of("x", images=["a.png"]), "images holds 1, and the prompt has 0 places"),
-    "places of another": (rows_of("<video>", images=["a.png"]), "images holds 1, and the prompt h"),
     "no media": (rows_of(), "the text has 1 places for media, and the row has none; give them"),
     "placeholder": (rows_of(f"<image>{IMAGE}", images=["a.png"]), f"the text holds {IMAGE}, which"),
-    "no medium": (rows_of(images=[None]), "images holds 1, and the prompt has"),
-    "parts": (rows_of([{"role": "user", "content": [{"type": "table"}]}]), "must be text, or mess"),
     "audio": (
         rows_of("<audio>x", audios=["d.wav"]), {"model": "qwen3_vl"},
         "audio 1 (d.wav): is audio, which qwen3_vl does not take; it takes image",
@@ -213,17 +189,3 @@ def test_media_are_refused_by_the_name_of_what_cannot_take_them(tmp_path, tokens
     folder = model_folder(tmp_path / "vl", "qwen3_vl")
     with pytest.raises(ConfigError, match=r'engines.rollout.kind = "embedded": it takes no images'):
         prompt_check.sources_of(job(folder, "embedded"), None, tokens)
-
-
-def test_the_folder_of_media_is_found_from_anywhere(tmp_path, monkeypatch):
-    def absolute(**prompts):
-        tree = {"name": "n", "model": {"path": "m"}, "schedule": {"num_steps": 1}}
-        job = validate(tree | {"prompts": {"train": "x", **prompts}}, source="job")
-        return make_absolute(job).prompts
-
-    monkeypatch.chdir(tmp_path)
-    assert (
-        absolute(media={"advanced": {"folder": "photos"}}).media.advanced.folder
-        == tmp_path / "photos"
-    )
-    assert absolute().media == MediaConfig()

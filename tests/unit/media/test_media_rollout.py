@@ -20,7 +20,7 @@ from media_files import (
     source,
     tokenizer,
     write_lines,
-)
+)  # fmt: skip
 from roles.role_fakes import config
 
 from relax_hpc.bus.shards.encode import from_columns, to_columns
@@ -34,7 +34,7 @@ from relax_hpc.data.rows import TaskShare
 from relax_hpc.environments import session as turn_media
 from relax_hpc.environments.record import record_of
 from relax_hpc.environments.session import Outcome
-from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.errors import RelaxError
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
 from relax_hpc.roles.rollout.heldout import heldout_shares
 from relax_hpc.schema import MediaKind
@@ -46,9 +46,8 @@ def prompts(tmp_path):
     (tmp_path / "a.png").write_bytes(photo(64, 96))
     (tmp_path / "b.jpg").write_bytes(photo(32, 64, "JPEG", seed=1))
     row = {"prompt": "<image>or<image>?", "images": ["a.png", "b.jpg"], "answer": "1"}
-    file, model = (
-        write_lines(tmp_path / "x.jsonl", [row]), model_folder(tmp_path / "model", "qwen3_vl")
-    )  # fmt: skip
+    file = write_lines(tmp_path / "x.jsonl", [row])
+    model = model_folder(tmp_path / "model", "qwen3_vl")
     return prompts_of(file, model, tokenizer(), media={"image_tokens": [1, 64]})
 
 
@@ -151,11 +150,7 @@ def test_media_that_an_environment_adds_are_shown_from_that_turn_on(prompts, spo
     group, left = group_of(prompts, engine, spool, *more)
     assert left == [] and list(spool.iterdir()) == []
     turns = [engine.seen[n : n + 3] for n in (0, 3, 6)]
-    assert [[len(view.media) for _, view, _ in turn] for turn in turns] == [
-        [2] * 3,
-        [3] * 3,
-        [3] * 3,
-    ]
+    assert [len(view.media) for _, view, _ in engine.seen] == [2] * 3 + [3] * 6
     expected = seen(data, prompts.media_tokens.recipe)
     pad = prompts.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     for given, view, arrays in (*turns[1], *turns[2]):
@@ -224,13 +219,8 @@ def test_a_history_in_text_that_an_environment_writes_anew_is_shown_nothing(prom
 
 
 BAD_TURNS = {
-    "no medium": (said("?"), r'a part of image holds none; write {"type": "image", "image": '),
     "of another kind": (said("?", image={"bytes": b"RIFF0000WAVE"}), "image 1: is WAV, of audio;"),
-    "in no folder": (said("?", image="a.png"), "image 1 is 'a.png': its data are in no folder;"),
-    "not taken": (
-        [{"type": "audio", "audio": {"bytes": b""}}],
-        "audio 1: is audio, which qwen3_vl",
-    ),
+    "not taken": ([{"type": "audio", "audio": {"bytes": b""}}], "audio 1: is audio, which qwen3_v"),
     "a placeholder": ("<|image_pad|>", "the text holds <|image_pad|>, which stands for a medium"),
 }
 
@@ -240,18 +230,8 @@ def test_media_of_an_environment_that_cannot_be_shown_are_named(prompts, tmp_pat
     content, message = BAD_TURNS[case]
     with pytest.raises(RelaxError) as caught:
         group_of(prompts, Engine(), tmp_path, content)
-    error = caught.value
-    assert "\n" not in str(error)
-    assert "x.jsonl, line 1, a message of the environment: " in str(error)
-    assert message in str(error)
-
-
-def test_a_medium_that_cannot_be_decoded_is_named_and_leaves_nothing(prompts, spool, tmp_path):
-    data = (tmp_path / "a.png").read_bytes()
-    (tmp_path / "a.png").write_bytes(data[: len(data) // 2])
-    with pytest.raises(ConfigError, match=r"x.jsonl, line 1: image 1 \(a.png\): "):
-        group_of(prompts, Engine(), spool)
-    assert list(spool.iterdir()) == []
+    said = str(caught.value)
+    assert "x.jsonl, line 1, a message of the environment: " in said and message in said
 
 
 def shown_as(kind, monkeypatch):
@@ -268,7 +248,7 @@ def shown_as(kind, monkeypatch):
     )
 
 
-def test_the_loop_turns_while_headers_of_prompts_and_of_turns_are_read(
+async def test_the_loop_turns_while_headers_of_prompts_and_of_turns_are_read(
     prompts, tmp_path, monkeypatch
 ):
     data, before = photo(64, 64, seed=7), prompts[0]
@@ -276,27 +256,24 @@ def test_the_loop_turns_while_headers_of_prompts_and_of_turns_are_read(
     media = prompts.media_tokens
     message = {"role": "user", "content": said("?", image={"bytes": data})}
 
-    async def run():
-        async with MediaWorkers(media.recipe, media.decoders, tmp_path) as workers:
-            turns, prompt = await turns_of(prompts.fetch(0))
-            assert turns > 20 and prompt.token_ids == before.token_ids
-            assert [each.facts for each in prompt.measured] == [m.facts for m in before.measured]
-            monkeypatch.setattr(workers, "prepare", lambda *_: prepare())
-            async with turn_media.TurnMedia(media, workers, prompts._settings) as more:
-                given = turn_media.Given([1]), "x.jsonl, line 1", [message], "<|image_pad|>"
-                added = more.add(*given, prompts.conversation.tokens)
-                turns, found = await turns_of(added)
-                assert turns > 20 and len(found.token_ids) == 1 + 4
-            heldout = {"heldout": prompts}
-            shares = heldout_shares(config(eval__heldout__num_prompts=1), TaskShare(0, 1), heldout)
-            turns, found = await turns_of(shares)
-            assert turns > 20 and [each.index for each in found["heldout"]] == [0]
-
     @asynccontextmanager
     async def prepare():
         yield Prepared((), MediaView((), ()))
 
-    asyncio.run(run())
+    async with MediaWorkers(media.recipe, media.decoders, tmp_path) as workers:
+        turns, prompt = await turns_of(prompts.fetch(0))
+        assert turns > 20 and prompt.token_ids == before.token_ids
+        assert [each.facts for each in prompt.measured] == [m.facts for m in before.measured]
+        monkeypatch.setattr(workers, "prepare", lambda *_: prepare())
+        async with turn_media.TurnMedia(media, workers, prompts._settings) as more:
+            given = turn_media.Given([1]), "x.jsonl, line 1", [message], "<|image_pad|>"
+            added = more.add(*given, prompts.conversation.tokens)
+            turns, found = await turns_of(added)
+            assert turns > 20 and len(found.token_ids) == 1 + 4
+        heldout = {"heldout": prompts}
+        shares = heldout_shares(config(eval__heldout__num_prompts=1), TaskShare(0, 1), heldout)
+        turns, found = await turns_of(shares)
+        assert turns > 20 and [each.index for each in found["heldout"]] == [0]
 
 
 @pytest.fixture
@@ -304,46 +281,40 @@ def recipe(tmp_path):
     return recipe_of(tmp_path, "qwen3_vl", image_tokens=[1, 64])
 
 
-def test_files_of_the_spool_are_private_shared_and_end_with_who_looks(recipe, tmp_path):
+async def test_files_of_the_spool_are_private_shared_and_end_with_who_looks(recipe, tmp_path):
     """Two prompts show the same image: the file stays until both are done."""
     medium = measure_medium(source(photo(64, 96)), recipe)
 
-    async def run():
-        async with MediaWorkers(recipe, Decoders(1), tmp_path) as workers:
-            async with workers.prepare([medium], []) as outer:
-                async with workers.prepare([medium, medium], []) as inner:
-                    [one, two] = inner.view.media
-                    assert one.path == two.path == outer.view.media[0].path
-                await asyncio.sleep(0)
-                modes = [stat.S_IMODE(p.stat().st_mode) for p in (one.path, one.path.parent)]
-                assert modes == [0o600, 0o700]
-                assert [p.name for p in one.path.parent.iterdir()] == [one.digest.hex()]
+    async with MediaWorkers(recipe, Decoders(1), tmp_path) as workers:
+        async with workers.prepare([medium], []) as outer:
+            async with workers.prepare([medium, medium], []) as inner:
+                [one, two] = inner.view.media
+                assert one.path == two.path == outer.view.media[0].path
             await asyncio.sleep(0)
-            assert list(one.path.parent.iterdir()) == []
-        assert not one.path.parent.exists()
+            modes = [stat.S_IMODE(p.stat().st_mode) for p in (one.path, one.path.parent)]
+            assert modes == [0o600, 0o700]
+            assert [p.name for p in one.path.parent.iterdir()] == [one.digest.hex()]
+        await asyncio.sleep(0)
+        assert list(one.path.parent.iterdir()) == []
+    assert not one.path.parent.exists()
 
-    asyncio.run(run())
 
-
-def test_who_is_cancelled_while_media_are_decoded_leaves_no_file(recipe, spool):
+async def test_who_is_cancelled_while_media_are_decoded_leaves_no_file(recipe, spool):
     medium = measure_medium(source(photo(1500, 1500, "JPEG")), recipe)
 
-    async def run():
-        async with MediaWorkers(recipe, Decoders(1), spool) as workers:
+    async with MediaWorkers(recipe, Decoders(1), spool) as workers:
 
-            async def look():
-                async with workers.prepare([medium] * 3, []):
-                    pytest.fail("it was cancelled before")
+        async def look():
+            async with workers.prepare([medium] * 3, []):
+                pytest.fail("it was cancelled before")
 
-            looking = asyncio.create_task(look())
-            await asyncio.sleep(0.01)
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
-            await asyncio.gather(*workers._tasks)
-            await asyncio.sleep(0)
-            assert [list(folder.iterdir()) for folder in spool.iterdir()] == [[]]
-
-    asyncio.run(run())
+        looking = asyncio.create_task(look())
+        await asyncio.sleep(0.01)
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+        await asyncio.gather(*workers._tasks)
+        await asyncio.sleep(0)
+        assert [list(folder.iterdir()) for folder in spool.iterdir()] == [[]]
 
 
 def test_a_view_is_the_same_after_the_wire_and_other_texts_are_refused(recipe, tmp_path):

@@ -2,26 +2,22 @@
 
 import os
 import re
-from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 from bus_fixtures import PRODUCERS, make_bus, trajectory
 from media_files import clip, photo, recipe_of, seen, source, tone
-from typer.testing import CliRunner
 
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.shards import media
-from relax_hpc.bus.tools import export, inventory, verify
-from relax_hpc.cli.main import app
+from relax_hpc.bus.tools import inventory, verify
 from relax_hpc.data.media import stored as stored_media
 from relax_hpc.data.media.canonical import canonical, measure_medium
 from relax_hpc.data.media.expand import MediaSpan, positions
 from relax_hpc.data.media.stored import DECODERS, decoders, make_stored_array, read_stored
 from relax_hpc.errors import BusError, DamagedError
-from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.schema import MediaKind, PromptGroup
 
 SOURCES = {
@@ -70,14 +66,6 @@ def put(root, groups, **attributes):
     return paths, next(paths.root.glob("p/*/f*/*.h5"))
 
 
-def bytes_read():
-    """That this process has asked the kernel for."""
-    counters = dict(
-        line.split(": ") for line in Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
-    )
-    return int(counters["rchar"])
-
-
 def read(paths, guid=0, place=0):
     reader = Reader(paths)
     [found] = reader.media(inventory.of_guid(paths, guid), [(0, place)])
@@ -102,29 +90,6 @@ def test_media_of_every_kind_come_back_and_are_decoded_to_the_same_array(tmp_pat
     assert row.media_spans.tolist() == [[n, 1 + 3 * n, 2] for n in range(5)]
 
 
-def test_ranks_of_a_replica_read_hardly_more_than_its_distinct_media(tmp_path, recipe):
-    """Each of two has read the facts of eight rows, and reads its half of what they all show."""
-    photos = [source(photo(700, 1000, "JPEG", seed=seed, quality=90)) for seed in range(8)]
-    paths, _ = put(tmp_path, [group_of(0, [made(photo, recipe) for photo in photos])])
-    record, total = inventory.of_guid(paths, 0), 0
-    for first in (0, 1):
-        reader = Reader(paths)
-        reader.rows(record, range(8), media.FACTS)
-        before = bytes_read()
-        reader.media(record, [(row, n) for n in range(first, 8, 2) for row in range(8)])
-        total += bytes_read() - before
-        reader.close()
-    sizes = sum(len(photo.data) for photo in photos)
-    assert sizes < total <= 1.01 * sizes
-
-
-def test_a_list_of_frames_is_stored_as_the_same_bytes_each_time(recipe):
-    one, other = (read_stored(measure_medium(SOURCES["frames"], recipe)) for _ in range(2))
-    assert one.data.tobytes() == other.data.tobytes()
-    size = sum(len(frame.data) for frame in SOURCES["frames"].frames)
-    assert size < one.data.size <= 1.01 * size + 1200
-
-
 def test_reading_one_medium_reads_its_bytes_and_not_those_beside_it(tmp_path, monkeypatch):
     data = [np.full(200_000, n, np.uint8) for n in range(10)]
     shown = [media.Medium(MediaKind.JPEG, each) for each in data]
@@ -146,18 +111,8 @@ def test_reading_one_medium_reads_its_bytes_and_not_those_beside_it(tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
-    [([(8, 0)], "no row 8 among 8"), ([(0, 1)], "has 1 media, and no number 1")],
-)
-def test_a_medium_that_is_not_there_is_said(tmp_path, jpeg, wanted, message):
-    paths, _ = put(tmp_path, [group_of(0, [jpeg])])
-    with pytest.raises(BusError, match=message):
-        Reader(paths).media(inventory.of_guid(paths, 0), wanted)
-
-
-@pytest.mark.parametrize(
     "spans",
-    [[(1, 0, 2)], [(-1, 0, 2)], [(0, 23, 2)], [(0, 3, 0)], [(0, -1, 2)], [(0, 2, 3), (0, 4, 3)]],
+    [[(1, 0, 2)], [(0, 23, 2)], [(0, 3, 0)], [(0, 2, 3), (0, 4, 3)]],
 )
 def test_spans_outside_the_row_or_its_media_or_over_others_are_refused(tmp_path, jpeg, spans):
     wrong = re.escape(f"trajectory 0/0: span {[*spans[-1]]}")
@@ -185,49 +140,12 @@ def test_a_flipped_byte_is_named_by_medium_and_file(tmp_path, recipe):
         Reader(paths).rows(inventory.of_guid(paths, 0), [0])
 
 
-@pytest.mark.parametrize("name", ["media/canonical_xxh3", "media/xxh3"])
-def test_a_digest_that_changed_on_disk_is_named(tmp_path, jpeg, name):
-    paths, path = put(tmp_path, [group_of(0, [jpeg])])
-    changed(path, name, 3)
-    with pytest.raises(DamagedError, match=rf"{name}\) does not match its checksum"):
-        read(paths)
-
-
 def test_another_decoder_is_named_with_both_versions(tmp_path, recipe, jpeg):
     drifted = jpeg._replace(canonical_xxh3=bytes(range(16)))
     paths, path = put(tmp_path, [group_of(0, [drifted])], **{DECODERS: "pillow 9.0"})
     message = rf"{path}: medium 0 \(JPEG\): is decoded to .*0f: stored by pillow 9.0, read by pill"
     with pytest.raises(DamagedError, match=message):
         read(paths).canonical(recipe)
-
-
-def test_another_recipe_is_named_with_both_rooms(tmp_path, recipe, jpeg):
-    paths, _ = put(tmp_path, [group_of(0, [jpeg])])
-    other = recipe._replace(image=recipe.image._replace(least=256 * 1024, most=512 * 1024))
-    with pytest.raises(DamagedError, match=r"medium 0: has 1 x 4 x 6 patches, and 1 x .* use tho"):
-        read(paths).canonical(other)
-
-
-def test_bytes_that_no_decoder_takes_are_named(tmp_path, recipe, jpeg):
-    cut = jpeg._replace(data=jpeg.data[: jpeg.data.size // 2].copy())
-    paths, _ = put(tmp_path, [group_of(0, [cut])])
-    with pytest.raises(DamagedError, match=r"medium 0: is JPEG that cannot .*could be decoded"):
-        read(paths).canonical(recipe)
-
-
-def test_media_without_a_digest_are_decoded_all_the_same(tmp_path, recipe):
-    stored = read_stored(measure_medium(SOURCES["jpeg"], recipe))
-    paths, path = put(tmp_path, [group_of(0, [stored])])
-    with h5py.File(path, "r") as stock:
-        assert "media/canonical_xxh3" not in stock
-    assert read(paths).canonical(recipe).array.shape == (1, 64, 96, 3)
-
-
-def test_a_prompt_without_media_is_said(tmp_path):
-    paths, _ = put(tmp_path, [group_of(0, [])])
-    with pytest.raises(BusError, match="prompt group 0: has no media"):
-        export.write(paths, 0, tmp_path / "seen")
-    assert not (tmp_path / "seen").exists()
 
 
 def wrong(paths):
@@ -248,7 +166,7 @@ def test_verify_compares_media_with_their_digests(tmp_path, recipe, monkeypatch)
     assert kind == "shard" and "medium 0 (JPEG, " in what and media.DIGEST in what
 
 
-@pytest.mark.parametrize("span", [(1, 1, 2), (0, 19, 6), (-1, 0, 2)])
+@pytest.mark.parametrize("span", [(1, 1, 2), (0, 19, 6)])
 def test_verify_finds_spans_that_are_not_in_their_rows(tmp_path, jpeg, monkeypatch, span):
     """Rows of 24 tokens with one medium."""
     group = group_of(0, [jpeg], siblings=2, spans=[span])
@@ -257,29 +175,6 @@ def test_verify_finds_spans_that_are_not_in_their_rows(tmp_path, jpeg, monkeypat
     paths, _ = put(tmp_path, [group])
     [(kind, what)] = wrong(paths)
     assert kind == "shard" and f"{media.SPANS}: row 0 has {list(span)}" in what
-
-
-def test_the_command_writes_the_files_of_a_run_and_says_which(tmp_path, recipe):
-    shown = [made(SOURCES["jpeg"], recipe), made(SOURCES["sound"], recipe)]
-    put(tmp_path / "run", [group_of(0, shown)])
-    config = RunPaths(tmp_path / "run").config
-    config.parent.mkdir(exist_ok=True)
-    config.write_text("{}")
-
-    def bus_media(guid):
-        out = tmp_path / "out"
-        given = ["bus", "media", str(tmp_path / "run"), "--guid", str(guid), "--out", str(out)]
-        return CliRunner().invoke(app, given)
-
-    done = bus_media(0)
-    assert done.exit_code == 0, done.exception
-    head, first, second = done.output.splitlines()
-    assert head.split() == ["file", "kind", "bytes", "patches", "tokens", "canonical", "array"]
-    assert "guid0_0.jpg" in first and shown[0].canonical_xxh3.hex() in first
-    assert " 1 x " in first and "guid0_1.wav" in second and " - " in second
-    assert (tmp_path / "out" / "guid0_0.jpg").read_bytes() == SOURCES["jpeg"].data
-    assert "guid0_0.jpg" in str(bus_media(0).exception), "a file that is there stays"
-    assert "prompt group 5" in str(bus_media(5).exception)
 
 
 @pytest.mark.parametrize("name", SOURCES)

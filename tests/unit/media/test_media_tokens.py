@@ -20,9 +20,7 @@ SOUND = MediaFacts("audio", MediaKind.WAV, num_samples=37777, sampling_rate=1600
 CASES = {
     "text": [],
     "image": [IMAGE],
-    "2 images": [IMAGE, WIDE],
     "video": [VIDEO],
-    "2 videos": [SHORT, VIDEO],
     "audio": [SOUND],
     "mixed": [WIDE, VIDEO, SOUND, IMAGE, SHORT],
 }
@@ -114,20 +112,15 @@ def ids_of_transformers(name, recipe, text, extents, tokens):
     options = {"load_audio_from_video": bool(of_videos), "position_id_per_seconds": 13.0}
     films = [made.replace_video_token(seen, n, *given, **options) for n in range(len(videos))]
     written = {"image": images, "video": films, "audio": heard}
-    [text], _ = type(made).get_text_with_replacements(
-        SimpleNamespace(
-            all_special_multimodal_tokens=True,
-            **{f"{m}_token": t for m, t in recipe.family.placeholders.items()},
-        ),
-        [text], written["image"], written["video"], written["audio"],
-    )  # fmt: skip
+    placeholders = {f"{m}_token": t for m, t in recipe.family.placeholders.items()}
+    own = SimpleNamespace(all_special_multimodal_tokens=True, **placeholders)
+    given = [text], written["image"], written["video"], written["audio"]
+    [text], _ = type(made).get_text_with_replacements(own, *given)
     return tokens.encode(text, add_special_tokens=False)
 
 
 def fps_of(extent):
-    return {SHORT.num_frames: SHORT.fps, VIDEO.num_frames: VIDEO.fps}[
-        SHORT.num_frames if extent.frames[-1] < SHORT.num_frames else VIDEO.num_frames
-    ]
+    return SHORT.fps if extent.frames[-1] < SHORT.num_frames else VIDEO.fps
 
 
 NAMED = [("qwen3_vl", case) for case in CASES]

@@ -1,4 +1,4 @@
-"""Videos: which frames, how large, in what time; MP4, WEBM and lists of images."""
+"""Videos and sounds: which frames, how large, in what time; one channel, and its mel spectrum."""
 
 import itertools
 from types import SimpleNamespace
@@ -6,14 +6,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from media_files import clip, cut, of_transformers, photo, recipe_of, seen, source
+from media_files import clip, cut, of_transformers, photo, recipe_of, seen, source, tone
 from PIL import Image
 
+from relax_hpc.data.media import decode
 from relax_hpc.data.media.canonical import canonical, measure_medium
-from relax_hpc.data.media.extent import extent_of, fit_video, frame_indices
-from relax_hpc.data.media.kinds import MediaFacts
+from relax_hpc.data.media.decode import decode_sound, mel
+from relax_hpc.data.media.extent import (
+    audio_tokens,
+    count_resampled,
+    fit_video,
+    frame_indices,
+)
 from relax_hpc.data.media.patches import patches
-from relax_hpc.schema import MediaKind
+from relax_hpc.errors import ConfigError
 
 EVEN = list(range(40))
 LENGTHS = list(itertools.product([4, 5, 7, 30, 299, 2000, 5001], [1.0, 7.5, 24.0, 30000 / 1001]))
@@ -81,16 +87,6 @@ def test_sizes_of_qwen3_vl_are_those_of_transformers(recipes):
         assert fit_video(frames, height, width, video) == expected, (frames, height, width)
 
 
-def test_tokens_of_a_frame_bound_its_pixels(tmp_path):
-    bound = {name: recipe_of(tmp_path, name, video_tokens_per_frame=[20, 30])
-             for name in ("qwen3_vl", "qwen3_omni_moe")}  # fmt: skip
-    for recipe in bound.values():
-        for height, width in ((64, 64), (1080, 1920)):
-            found = extent_of(MediaFacts("video", MediaKind.MP4, height, width, 300, 30.0), recipe)
-            assert 20 <= found.size[0] * found.size[1] / 32**2 <= 30
-            assert sum(found.tokens) == len(found.frames) / 2 * found.size[0] * found.size[1] / 1024
-
-
 def test_patches_of_a_clip_are_those_of_transformers_and_its_last_frame_fills_up(small, mp4):
     found = seen(mp4, small, "video")
     _, _, patchify = vl_reference()
@@ -130,7 +126,7 @@ def test_of_a_clip_that_was_cut_the_frames_that_are_left_are_all(small, mp4, beg
     assert medium.extent.frames[-1] == end - begin - 1
 
 
-@pytest.mark.parametrize(("turned", "quarters"), [(40, 0), (50, 1), (89, 1), (-50, 3), (-140, 2)])
+@pytest.mark.parametrize(("turned", "quarters"), [(40, 0), (50, 1), (-50, 3), (-140, 2)])
 def test_a_clip_that_is_not_turned_by_quarters_is_by_the_nearest(small, turned, quarters):
     upright, skew = (seen(clip(EVEN, turned=each), small, "video").array for each in (0, turned))
     assert np.array_equal(skew, np.rot90(upright, quarters, (1, 2)))
@@ -158,3 +154,97 @@ def test_a_list_of_images_is_a_video_at_the_rate_that_the_row_or_the_job_says(sm
     image = Image.open(whole.source.frames[3].open_bytes()).resize(whole.extent.size[::-1], 3)
     assert np.array_equal(found[3], np.asarray(image))
     assert measure_medium(frames_of(8, fps=4.0), small).extent.frames == (0, 2, 5, 7)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return recipe_of(tmp_path_factory.mktemp("model"), "qwen3_omni_moe")
+
+
+def sound(data):
+    return source(data, "audio")
+
+
+@pytest.mark.parametrize("seconds", [0.4, 1.0, 1.23456])
+def test_mel_and_tokens_are_those_of_transformers(recipe, seconds):
+    from transformers import WhisperFeatureExtractor
+    from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
+        _get_feat_extract_output_lengths,
+    )
+
+    data = tone(seconds)
+    found = seen(data, recipe, "audio")
+    extractor = WhisperFeatureExtractor(feature_size=128, chunk_length=300)
+    samples = decode_sound(sound(data), recipe.audio)
+    # As Qwen3OmniMoeProcessor asks it: audio_kwargs.
+    expected = extractor(
+        [samples], sampling_rate=16000, padding=True, truncation=False,
+        return_attention_mask=True, return_tensors="np",
+    )  # fmt: skip
+    # By torch, in float32, where there is torch; in float64 without it, which is what we do.
+    apart = np.abs(found.array - expected["input_features"][0])
+    assert apart.max() < 1e-4 and apart.mean() < 2e-6
+    exact = extractor._np_extract_fbank_features(samples[None], "cpu")[0]
+    assert np.abs(found.array - exact).max() < 4e-7
+    frames = expected["attention_mask"].sum()
+    assert found.extent.tokens == (_get_feat_extract_output_lengths(frames),)
+    assert found.array.shape == (128, frames)
+
+
+@pytest.mark.parametrize("count", [400, 799, 16000, 700000])
+def test_a_spectrum_is_that_of_transformers_whatever_is_heard(recipe, count):
+    """Noise, and noise that the loudest tone nearly hides; longer than what is done at once."""
+    from transformers import WhisperFeatureExtractor
+
+    extractor = WhisperFeatureExtractor(feature_size=128, chunk_length=300)
+    random = np.random.default_rng(count)
+    for loud in (0.0, 0.5):
+        tone_ = loud * np.sin(np.arange(count) / 5)
+        samples = (tone_ + random.normal(0, 1e-3, count)).astype(np.float32)
+        exact = extractor._np_extract_fbank_features(samples[None], "cpu")[0]
+        assert np.abs(mel(samples, recipe.audio) - exact).max() < 4e-7
+
+
+def test_what_is_computed_at_once_changes_no_bit(recipe, monkeypatch):
+    samples = np.random.default_rng(1).normal(0, 0.1, 20000).astype(np.float32)
+    whole = mel(samples, recipe.audio)
+    monkeypatch.setattr(decode, "_AT_ONCE", 7)
+    assert np.array_equal(mel(samples, recipe.audio), whole)
+
+
+def test_tokens_are_those_of_transformers_for_every_length():
+    from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
+        _get_feat_extract_output_lengths,
+    )
+
+    lengths = np.arange(1, 1000)
+    expected = _get_feat_extract_output_lengths(lengths)
+    assert [audio_tokens(int(n), 100) for n in lengths] == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("form", "rate"), [("WAV", 16000), ("FLAC", 44100), ("OGG", 44100), ("MP3", 44100)]
+)
+def test_every_encoding_and_rate_is_the_same_tone(recipe, form, rate):
+    data = tone(0.8, rate, channels=2, form=form)
+    medium = measure_medium(sound(data), recipe)
+    samples = decode_sound(sound(data), recipe.audio)
+    assert medium.facts.kind.name == form
+    loudest = np.abs(np.fft.rfft(samples)).argmax() * 16000 / len(samples)
+    assert abs(loudest - 440) < 3 and np.abs(samples).max() == pytest.approx(0.225, abs=0.03)
+    assert canonical(medium, recipe).array.shape[1] == medium.extent.mel_frames
+
+
+def test_as_many_samples_are_told_as_a_resampler_makes():
+    soxr = pytest.importorskip("soxr")
+    for rate in (8000, 22050, 44100, 48000):
+        for count in (401, 1000, 12345, 33333, 44099):
+            made = soxr.resample(np.zeros(count, np.float32), rate, 16000)
+            assert count_resampled(count, rate, 16000) == len(made), (rate, count)
+
+
+@pytest.mark.parametrize("held_s", [0.9, 1.1])
+def test_a_sound_that_holds_less_or_more_than_its_header_says_is_refused(recipe, held_s):
+    said = measure_medium(sound(tone(1.0)), recipe)
+    with pytest.raises(ConfigError, match=f"says 100 mel frames, and holds {held_s * 100:.0f}"):
+        canonical(said._replace(source=sound(tone(held_s))), recipe)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from media_files import clip, photo, recipe_of, source
-from roles.role_fakes import Journal, config, row
+from roles.role_fakes import config, row
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.log import RecordKind, read_log
@@ -17,7 +17,6 @@ from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.shards import media
 from relax_hpc.data.media.canonical import canonical, measure_medium
 from relax_hpc.data.media.kinds import modality_of
-from relax_hpc.data.media.recipe import read_view
 from relax_hpc.data.media.stored import StoredMedium, make_stored_array, read_stored
 from relax_hpc.roles.actor import loop as actor
 from relax_hpc.roles.dealing import sight as sights
@@ -72,8 +71,6 @@ class Bus:
 
 
 class CountingReader(Reader):
-    """Notes the media that it reads."""
-
     def __init__(self, paths):
         super().__init__(paths)
         self.read = []
@@ -162,19 +159,6 @@ def test_the_first_is_made_use_of_while_the_others_are_decoded(bus, monkeypatch)
     assert same([*early, *found], shown(bus, rows))
 
 
-def test_patches_and_positions_of_canonical_arrays_depend_on_no_bound(tmp_path):
-    """So trainer and engine need not be told those of the job."""
-    bounded, view = recipe_of(tmp_path, "qwen3_vl", **BOUNDS), read_view(tmp_path / "qwen3_vl")
-    assert bounded != view
-
-    def plain(vision):
-        return vision._replace(least=0, most=0)
-
-    assert plain(bounded.image) == plain(view.image)
-    assert plain(bounded.video.vision) == plain(view.video.vision)
-    assert (bounded.family, bounded.positions_per_s) == (view.family, view.positions_per_s)
-
-
 class Tower:
     """Trainer and scorer that look at all media of the rows they are given."""
 
@@ -228,10 +212,3 @@ def test_a_model_that_scores_is_shown_them_too(bus):
     scorer.run(SoloWorld(), engine, reader, duties, StepMedia(reader, bus.recipe))
     [(rows, pixels)] = engine.seen
     assert len(rows) == 6 and same(pixels, shown(bus, rows))
-
-
-def test_rows_of_a_model_of_text_are_read_as_ever():
-    sight, engine = StepMedia(Journal(), None), SimpleNamespace()
-    sight.serve(engine)
-    sight.note(SimpleNamespace(step=1), [0], [row()])
-    assert sight.columns == ()

@@ -5,25 +5,21 @@ from functools import cache
 
 import numpy as np
 import pytest
-import soundfile
 import torch
 from media_files import lines
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import (
-    AutoTokenizer,
     Qwen3OmniMoeForConditionalGeneration,
-    Qwen3OmniMoeThinkerForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeForConditionalGeneration,
 )
 
 from relax_hpc.cli.demo import make_tiny, models, tasks
-from relax_hpc.cli.demo.make_tiny import Sound, WarmStartResult, _loss, accuracy
 from relax_hpc.config.hf_config import ConfigJson
 from relax_hpc.data import tokenizer
 from relax_hpc.errors import ConfigError
-from relax_hpc.trainer.models import fields, qwen3_omni_moe, qwen3_vl, registry
+from relax_hpc.trainer.models import fields, registry
 
 SEES = {"vl": Qwen3VLForConditionalGeneration, "vl-moe": Qwen3VLMoeForConditionalGeneration}
 KINDS = SEES | {"omni": Qwen3OmniMoeForConditionalGeneration}
@@ -80,67 +76,6 @@ def test_experts_are_turned_as_the_hub_has_them(made, kind):
     assert ("lm_head.weight" in tensors) == (kind == "vl-moe")
 
 
-def test_the_folder_is_one_of_the_hubs(omni):
-    """Each expert's matrices by themselves, not square, and no tensor but those that are known."""
-    tensors = load_file(omni / "model" / "model.safetensors")
-    shape = qwen3_omni_moe.read(ConfigJson(omni / "model"))
-    assert (shape.num_layers, shape.vision.levels, shape.audio.chunks) == (6, 4, 2)
-    known = {}
-    for parameter in qwen3_omni_moe.parameters(shape):
-        shapes_of = list(parameter.hf.values()) * (parameter.num_experts or 1)
-        known |= dict(zip(parameter.names(), shapes_of, strict=True))
-    kept = qwen3_omni_moe.FAMILY.kept
-    assert known == {
-        name: tuple(each.shape) for name, each in tensors.items() if not name.startswith(kept)
-    }
-    assert known["thinker.model.layers.5.mlp.experts.3.gate_proj.weight"] == (48, 64)
-    assert {name.split(".")[0] for name in tensors} == {"thinker", "talker", "code2wav"}
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        (["tie_word_embeddings"], True, "thinker_config.tie_word_embeddings = True: only false"),
-        (["audio_config", "output_dim"], 48, "output_dim = 48: text_config.hidden_size = 64"),
-        (["audio_config", "encoder_attention_heads"], 5, "heads = 5: a divisor of d_model = 48"),
-        (["audio_config", "n_window_infer"], 250, "n_window_infer = 250: a multiple of"),
-    ],
-)
-def test_a_field_that_would_be_computed_otherwise_is_refused_by_name(
-    omni, tmp_path, path, value, message
-):
-    record = json.loads((omni / "model" / "config.json").read_text())
-    *tables, key = ["thinker_config", *path]
-    table = record
-    for name in tables:
-        table = table[name]
-    table[key] = value
-    (tmp_path / "config.json").write_text(json.dumps(record))
-    with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
-        qwen3_omni_moe.read(ConfigJson(tmp_path))
-    assert message in str(refused.value)
-
-
-def test_a_rotary_base_that_is_left_out_is_that_of_transformers(omni, tmp_path):
-    from transformers import Qwen3OmniMoeThinkerConfig, Qwen3VLConfig
-
-    assert Qwen3VLConfig().text_config.rope_parameters["rope_theta"] == qwen3_vl.ROPE_BASE
-    record = json.loads((omni / "model" / "config.json").read_text())
-    text = record["thinker_config"]["text_config"]
-    del text["rope_parameters"]["rope_theta"]
-    (tmp_path / "config.json").write_text(json.dumps(record))
-    expected = Qwen3OmniMoeThinkerConfig(text_config=text).text_config.rope_parameters
-    found = qwen3_omni_moe.read(ConfigJson(tmp_path)).rope
-    assert found.base == expected["rope_theta"] != 1e4
-
-
-OF_EVERY_PART = {
-    "add_cross_attention": False, "cross_attention_hidden_size": None, "dtype": None,
-    "decoder_start_token_id": None, "finetuning_task": None, "is_decoder": False, "prefix": None,
-    "pruned_heads": {}, "sep_token_id": None, "task_specific_params": None, "torchscript": False,
-    "tf_legacy_loss": False, "tie_encoder_decoder": False, "use_bfloat16": False,
-    "tokenizer_class": None, "output_attentions": False, "bos_token_id": None,
-}  # fmt: skip
 PUBLISHED = {
     "text_config": {
         "use_qk_norm": True, "shared_expert_intermediate_size": 0, "tie_word_embeddings": False,
@@ -162,68 +97,17 @@ def test_the_fields_of_the_published_model_leave_no_doubt(omni, tmp_path):
     record = json.loads((omni / "model" / "config.json").read_text())
     thinker = record["thinker_config"]
     for part, said in PUBLISHED.items():
-        thinker[part] |= OF_EVERY_PART | said
+        thinker[part] |= said
     thinker |= {"audio_end_token_id": 5, "seconds_per_chunk": 2, "user_token_id": 872}
     record |= {"tts_bos_token_id": 6, "tts_eos_token_id": 7, "tts_pad_token_id": 8}
     (tmp_path / "config.json").write_text(json.dumps(record))
     shape = registry.read_architecture(tmp_path)
     assert (shape.rope.base, shape.rope.sections) == (1e6, (6, 5, 5))
     assert fields.doubts(ConfigJson(tmp_path)) == []
-    for key, value in (("use_qk_norm", False), ("shared_expert_intermediate_size", 64)):
-        kept, thinker["text_config"][key] = thinker["text_config"][key], value
-        (tmp_path / "config.json").write_text(json.dumps(record))
-        with pytest.raises(ConfigError, match=f"text_config.{key} = {value}: only"):
-            registry.read_architecture(tmp_path)
-        thinker["text_config"][key] = kept
-
-
-def test_the_warm_start_shows_images_whose_colours_are_not_the_answers(tmp_path, monkeypatch):
-    given = {}
-
-    def warm_start(model, train, heldout, **settings):
-        given.update(model=model, train=train, heldout=heldout)
-        return WarmStartResult(1, 0.0, 0.0, 0.0)
-
-    for name, value in (("NUM_SEEN", 40), ("NUM_HELDOUT_SEEN", 8), ("warm_start", warm_start)):
-        monkeypatch.setattr(make_tiny, name, value)
-    make_tiny.make_seeing(tmp_path, kind="vl", seed=0, progress=print)
-    tokens = AutoTokenizer.from_pretrained(tmp_path / "model")
-
-    def said(examples):
-        return [tokens.decode(example.response_ids) for example in examples]
-
-    answers = {
-        file: [f"\\boxed{{{row['answer']}}}<|im_end|>" for row in lines(tmp_path / f"{file}.jsonl")]
-        for file in ("train", "heldout")
-    }
-    assert said(given["heldout"]) == answers["heldout"]
-    told = said(given["train"])
-    assert sorted(told) == sorted(answers["train"])
-    right = sum(a == b for a, b in zip(told, answers["train"], strict=True))
-    assert right < 20, "a quarter of them by chance"
-    first = np.asarray(Image.open(tmp_path / "images" / "train-00000.png"))
-    assert np.array_equal(given["train"][0].medium.pixels[0], first)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_and_the_accuracy_are_of_what_images_and_sounds_show(made, kind):
-    load = (KINDS | {"omni": Qwen3OmniMoeThinkerForConditionalGeneration})[kind].from_pretrained
-    model, tokens = load(made(kind) / "model"), AutoTokenizer.from_pretrained(made(kind) / "model")
-    examples = make_tiny._examples(made(kind), "train.jsonl", tokens, 6)
-    heard = [example for example in examples if isinstance(example.medium, Sound)]
-    seen = [example for example in examples if not isinstance(example.medium, Sound)]
-    assert seen and bool(heard) == (kind == "omni")
-    each = [_loss(model, [example]).item() for example in examples]
-    exact = pytest.approx(sum(each) / 6, rel=1e-3 if heard else 1e-4)
-    assert _loss(model, examples).item() == exact, "responses are of one length"
-    for shown, field, least in ((seen, "pixels", 1e-6), (heard, "mel", 1e-3)):
-        nothing = [
-            e._replace(medium=e.medium._replace(**{field: getattr(e.medium, field) * 0}))
-            for e in shown
-        ]
-        if shown:
-            assert abs(_loss(model, nothing).item() - _loss(model, shown).item()) > least
-    assert 0 <= accuracy(model, examples) <= 1
+    thinker["text_config"]["use_qk_norm"] = False
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=r"use_qk_norm = False: only"):
+        registry.read_architecture(tmp_path)
 
 
 def test_only_the_pixels_tell_the_colour(tmp_path):
@@ -250,29 +134,6 @@ def colour_in(image):
     assert 200 < len(bright) < len(seen) * 0.7
     apart = [np.abs(bright - rgb).sum(axis=1).mean() for rgb in tasks.COLOURS.values()]
     return list(tasks.COLOURS)[int(np.argmin(apart))]
-
-
-def pitch_in(path):
-    """The pitch that is nearest to the loudest frequency of a sound."""
-    wave, rate = soundfile.read(path)
-    loudest = np.abs(np.fft.rfft(wave)).argmax() * rate / len(wave)
-    apart = {name: abs(np.log(loudest / hertz)) for name, hertz in tasks.PITCHES.items()}
-    assert min(apart.values()) < 0.11
-    return min(apart, key=apart.get)
-
-
-def test_only_the_medium_tells_the_answer(omni):
-    for file, count in (("train", 16), ("heldout", 8)):
-        rows = lines(omni / f"{file}.jsonl")
-        answers = [row["answer"] for row in rows]
-        for names in (tasks.PITCHES, tasks.COLOURS):
-            assert {name: answers.count(name) for name in names} == dict.fromkeys(names, count // 8)
-        assert len({json.dumps(row["prompt"]) for row in rows if "audios" in row}) == 1
-        assert answers == [
-            pitch_in(omni / row["audios"][0]) if "audios" in row
-            else colour_in(Image.open(omni / row["images"][0]))
-            for row in rows
-        ]  # fmt: skip
 
 
 def test_a_chat_template_of_the_processor_is_taken_where_the_tokenizer_has_none(omni, tmp_path):

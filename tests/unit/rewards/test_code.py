@@ -1,9 +1,9 @@
 """Programs against unit tests, in the sandbox that there is."""
 
 import json
+from typing import NamedTuple
 
 import pytest
-from problems import PROBLEMS
 from reward_runs import in_processes, refusal
 from test_sandbox import REASON
 
@@ -13,6 +13,61 @@ from relax_hpc.environments.rewards.contract import Sample, Score
 from relax_hpc.environments.rewards.functions import code
 from relax_hpc.environments.rewards.sandbox import SandboxError
 
+
+class Problem(NamedTuple):
+    solution: str
+    right: str
+    """Occurs once in the solution."""
+    wrong: str
+    """Makes the solution wrong, in place of it."""
+    tests: object
+
+
+def pairs(*pairs, fn_name=""):
+    tests = {"inputs": [given for given, _ in pairs], "outputs": [wanted for _, wanted in pairs]}
+    return tests | ({"fn_name": fn_name} if fn_name else {})
+
+
+READING = {
+    "sum": Problem("print(sum(map(int, input().split())))", "sum", "max",
+                   pairs(("1 2 3", "6"), ("-1 1", "0"))),
+    "mean": Problem("n = input()\nx = [*map(float, input().split())]\nprint(sum(x) / len(x))",
+                    "len(x)", "2", pairs(("3\n1 2 2", "1.66666667"))),
+    "primes": Problem("n = int(open('/dev/stdin').read())\n"
+                      "print(*[p for p in range(2, n) if all(p % d for d in range(2, p))])",
+                      "range(2, p)", "range(2, 4)", pairs(("12", "2 3 5 7 11"))),
+    "depth": Problem("import sys, threading\nsys.setrecursionlimit(10**6)\n"
+                     "threading.stack_size(64 << 20)\n"
+                     "def f(n):\n    return n and 1 + f(n - 1)\n"
+                     "t = threading.Thread(target=lambda: print(f(int(input()))))\n"
+                     "t.start()\nt.join()", "n and 1", "n and 2", pairs(("20000", "20000"))),
+}  # fmt: skip
+CALLED = {
+    "two_sum": Problem("def two_sum(numbers, target):\n    seen = {}\n"
+                       "    for i, x in enumerate(numbers):\n        if target - x in seen:\n"
+                       "            return [seen[target - x], i]\n        seen[x] = i",
+                       "target - x in", "target in",
+                       pairs(([[2, 7, 11], 9], [0, 1]), ([[3, 3], 6], [0, 1]), fn_name="two_sum")),
+    "method": Problem("class Solution:\n    def twice(self, x):\n        return x * 2", "* 2",
+                      "* 3", pairs(("[1]\n", "[1, 1]"), ('"a"', '"aa"'), fn_name="twice")),
+    "table": Problem("def count(t):\n    return {c: t.count(c) for c in t}", "count(c)", "index(c)",
+                     pairs((["aab"], {"a": 2, "b": 1}), fn_name="count")),
+    "root": Problem("def root(x):\n    return x ** 0.5", "0.5", "0.4",
+                    pairs(([2], 1.4142135), fn_name="root")),
+}  # fmt: skip
+ASSERTED = {
+    "factorial": Problem("def f(n):\n    return n * f(n - 1) if n else 1", "else 1", "else 0",
+                         "assert f(0) == 1\nassert f(5) == 120"),
+    "check": Problem("def add(a, b):\n    return a + b", "+", "-",
+                     "def check(candidate):\n    assert candidate(2, 3) == 5"),
+    "raises": Problem("def whole(t):\n    return int(t)", "int(t)", "float(t)",
+                      "try:\n    whole('1.5')\n    assert False\nexcept ValueError:\n    pass"),
+    "listed": Problem("print(input().upper())", "upper", "lower",
+                      [{"input": "a\n", "output": "A\n", "type": "stdin"}]),
+}  # fmt: skip
+PROBLEMS = READING | CALLED | ASSERTED
+
+
 SANDBOX = "limits" if REASON else "bubblewrap"
 THIRDS = {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "4"]}
 
@@ -20,12 +75,8 @@ THIRDS = {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "4"]}
 def scored(program, tests, answer="", **settings):
     response = f"<think>```python\n1 / 0\n```</think>So:\n```python\n{program}\n```\nDone."
     metadata = {} if tests is None else {"tests": tests, "entry_point": "add"}
-    return code.score(
-        response,
-        answer,
-        metadata,
-        **({"sandbox": SANDBOX, "deadline_s": 30.0, "budget_s": 60.0} | settings),
-    )
+    settings = {"sandbox": SANDBOX, "deadline_s": 30.0, "budget_s": 60.0} | settings
+    return code.score(response, answer, metadata, **settings)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -53,7 +104,6 @@ CALLS_F = [
     ],
 )  # fmt: skip
 def test_a_program_has_the_names_that_graders_import_for_it(values):
-    """R1."""
     text = (
         "class Solution:\n    def f(self, a: List[int]) -> Optional[int]:\n"
         f"        values = ({', '.join(values)},)\n"
@@ -118,17 +168,12 @@ def test_a_test_that_hangs_fails_alone_and_the_budget_bounds_all():
 @pytest.mark.parametrize(
     ("text", "program"),
     [
-        ("```python\na\n```\nor\n```python\nb\n```", "b"),
-        ("```python\na\n```\n```\n7\n```", "a"),
-        ("```py\r\na\r\n```\r", "a\r"),
-        ("1. So\n   ```Python\n   if a:\n     b\n   ```", "if a:\n  b"),
-        ("```python\na\n```\n```python\nb", "a"),
-        ("```python\na\n```python\nb\n```", "b"),
-        ("```\na\n```", None),
-        ("a", None),
+        ("```python\na\n```\nor\n```python\nb\n```", "b"), ("```python\na\n```\n```\n7\n```", "a"),
+        ("```py\r\na\r\n```\r", "a\r"), ("```python\na\n```\n```python\nb", "a"),
+        ("```python\na\n```python\nb\n```", "b"), ("```\na\n```", None),
         ("```python\n" * 50_000, None),
     ],
-)
+)  # fmt: skip
 def test_the_last_block_of_python_that_is_closed_is_run(text, program):
     assert code.last_block(text) == program
 
@@ -166,16 +211,11 @@ def test_values_are_compared_outside_of_the_program(returned, wanted, right):
 @pytest.mark.parametrize(
     ("tests", "words"),
     [
-        ("", "there are no tests"),
-        ("assert (", "are not Python"),
-        ('{"inputs": [', "are not JSON"),
+        ("", "there are no tests"), ("assert (", "are not Python"),
         ("[" * 100_000, "nested too deeply"),
-        ({"inputs": ["1"]}, "have keys inputs; write"),
-        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
-        ({"inputs": ["x"], "outputs": [3], "fn_name": "f"}, "is not JSON"),
-        ([3], "a test is '3'"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"), ([3], "a test is '3'"),
     ],
-)
+)  # fmt: skip
 def test_tests_of_another_form_are_an_error(tests, words):
     with pytest.raises(ValueError, match=words):
         code.tests_in(tests)
@@ -184,19 +224,17 @@ def test_tests_of_another_form_are_an_error(tests, words):
 def test_a_job_scores_programs_by_the_name_of_the_reward_and_its_settings():
     settings = {"all_or_nothing": False, "sandbox": SANDBOX}
     config = RewardConfig(name="code", args=settings, advanced={"workers": 1}, deadline_s=30)
-    answer = json.dumps(THIRDS)
-    trial.check(config, Sample("", answer=answer))
-    responses = [f"```python\n{text}\n```" for text in ("print(input())", "1 / 0")]
-    samples = [Sample(each, answer=answer) for each in responses]
-    assert in_processes(config, samples) == [[Score(pytest.approx(2 / 3)), Score(0.0)]]
+    sample = Sample("```python\nprint(input())\n```", answer=json.dumps(THIRDS))
+    trial.check(config, sample)
+    assert in_processes(config, [sample]) == [[Score(pytest.approx(2 / 3))]]
 
 
 def test_a_job_whose_programs_have_no_sandbox_is_refused_by_the_name_of_the_reward(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     said = "reward.name = 'code': sandbox = \"bubblewrap\": there is no program bwrap"
     assert said in refusal(RewardConfig(name="code"), Sample(""))
-    none = RewardConfig(name="code", args={"sandbox": "none"})
-    assert "reward.args.sandbox = 'none'" in refusal(none, Sample(""))
+    with pytest.raises(SandboxError, match="no program bwrap"):
+        scored("print(1)", THIRDS, sandbox="bubblewrap")
 
 
 def test_an_answer_that_only_looks_like_tests_can_never_be_matched():
@@ -204,22 +242,12 @@ def test_an_answer_that_only_looks_like_tests_can_never_be_matched():
     assert not code.can_match('{"inputs": []}') and not code.can_match("[1, 2]")
 
 
-def test_a_node_without_a_sandbox_is_an_error_and_no_zero(monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SandboxError, match="no program bwrap"):
-        scored("print(1)", THIRDS, sandbox="bubblewrap")
-
-
 def test_check_refuses_tests_that_are_not_where_the_job_says():
     here, there = {"tests": THIRDS}, {"args": {"sandbox": "limits"}}
     trial.check(RewardConfig(name="code", **there), Sample("", metadata=here))
     elsewhere = RewardConfig(name="code", args={"sandbox": "limits", "tests": "tsts"})
     said = refusal(elsewhere, Sample("", metadata=here))
-    assert said.startswith("reward.name = 'code': ")
-    assert "neither 'tsts' nor an answer, but tests; name the key" in said
-    odd = Sample("", metadata={"tests": {"a": 1}})
-    said = refusal(RewardConfig(name="code", **there), odd)
-    assert "write {" in said.partition("to a prompt of yours, ValueError: ")[2]
+    assert "reward.name = 'code': " in said and "neither 'tsts' nor an answer, but tests" in said
 
 
 def test_check_refuses_a_budget_that_the_deadline_of_the_reward_ends():

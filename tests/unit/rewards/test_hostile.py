@@ -8,6 +8,7 @@ from pathlib import Path
 import hostile
 import psutil
 import pytest
+from roles.role_fakes import wait_for
 
 from relax_hpc.config.rollout import RewardAdvanced, RewardConfig
 from relax_hpc.environments.rewards.contract import Sample, Score
@@ -92,9 +93,8 @@ def test_every_hostile_answer_is_a_zero_with_an_error_soon_after_its_deadline(le
             assert found.value == 0 and found.error, response
 
     async def score_all():
-        async with Scorer(
-            CONFIG.model_copy(update={"advanced": RewardAdvanced(memory_gib=0.25, workers=4)})
-        ) as scorer:
+        advanced = RewardAdvanced(memory_gib=0.25, workers=4)
+        async with Scorer(CONFIG.model_copy(update={"advanced": advanced})) as scorer:
             await asyncio.gather(*(score(scorer, hostile.HOSTILE[n::3]) for n in range(3)))
 
     asyncio.run(score_all())
@@ -132,22 +132,12 @@ def test_what_a_reward_started_ends_when_its_owner_is_killed(
         finally:
             os._exit(1)
     noted = Path(os.environ["HOSTILE_PIDS"])
-    wait_until(lambda: len(noted.read_text(encoding="utf-8").split()) == 20)
+    wait_for(lambda: len(noted.read_text(encoding="utf-8").split()) == 20)
     os.kill(owner, 9)
     os.waitpid(owner, 0)
     wait_for_the_end_of(leftover)
 
 
-def wait_until(is_so):
-    until = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 def wait_for_the_end_of(leftover):
     """Who was killed takes a moment to be gone."""
-    until = time.monotonic() + 20
-    while found := leftover():
-        assert time.monotonic() < until, found
-        time.sleep(0.05)
+    wait_for(lambda: not leftover(), 20)

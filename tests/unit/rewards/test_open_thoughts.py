@@ -41,16 +41,11 @@ def opens(template, prefix, asked="1+2=", **special):
 @pytest.mark.parametrize(
     ("ending", "prefix", "is_open"),
     [
-        ("", "", False),
-        ("", "<think>\n", True),
-        ("", "<think>\n\n</think>\n\n", False),
-        ("", "Well, ", False),
-        ("<think>\n", "", True),
-        (" <think>", "", True),
-        ("<think>\n\n</think>\n\n", "", False),
+        ("", "", False), ("", "<think>\n", True), ("", "<think>\n\n</think>\n\n", False),
+        ("<think>\n", "", True), ("<think>\n\n</think>\n\n", "", False),
         ("<think>\n", "</think>", False),
     ],
-)
+)  # fmt: skip
 def test_a_thought_is_open_where_the_template_or_the_prefix_leaves_it_so(ending, prefix, is_open):
     assert opens(PLAIN + ending, prefix) == is_open
 
@@ -91,7 +86,6 @@ def test_without_an_end_such_a_response_has_no_final_text():
      ("<think></think>5", "5"), ("5", "5"), ("</think>", "")],
 )  # fmt: skip
 def test_tags_that_are_quoted_or_spoken_of_neither_begin_nor_end_a_thought(response, final):
-    """R10."""
     assert final_text(response) == final
     assert final_text(response.removeprefix("<think>"), response.startswith("<think>")) == final
 
@@ -99,21 +93,15 @@ def test_tags_that_are_quoted_or_spoken_of_neither_begin_nor_end_a_thought(respo
 @pytest.mark.parametrize(
     ("name", "said", "answer", "metadata", "args"),
     [
-        ("boxed_number", r"\boxed{3}", "3", {}, {}),
-        ("math", r"\boxed{3}", "3", {}, {}),
-        ("dapo", "Answer: 3", "3", {}, {"wrong": 0.0}),
-        ("gsm8k", "#### 3", "3", {}, {}),
+        ("math", r"\boxed{3}", "3", {}, {}), ("dapo", "Answer: 3", "3", {}, {"wrong": 0.0}),
         ("gsm8k", "so 3", "3", {}, {"last_number": True}),
-        ("multiple_choice", "Answer: B", "B", CHOICES, {}),
-        ("f1", "three", "three", {}, {}),
-        ("exact", "three", "three", {}, {}),
-        ("iou", "[1, 2, 3, 4]", "[1, 2, 3, 4]", {}, {}),
+        ("multiple_choice", "Answer: B", "B", CHOICES, {}), ("exact", "three", "three", {}, {}),
         ("openr1mm", "<answer>3</answer>", "3", {}, {}),
         ("geometry3k", r"\boxed{3}", "3", {}, {"format_weight": 0.0}),
         ("ifeval", "none here", "", NO_COMMA, {}),
         ("code", PROGRAM, TESTS, {}, {"sandbox": "limits"}),
     ],
-)
+)  # fmt: skip
 def test_answers_that_are_tried_in_it_count_for_no_reward(name, said, answer, metadata, args):
     texts = [(said, False), (said, True), (f"so</think>{said}", True), (f"<think>{said}", False)]
     samples = [Sample(t, "", answer, metadata, in_thought=is_open) for t, is_open in texts]
@@ -138,7 +126,7 @@ def test_a_form_begins_with_the_thought_whether_or_not_a_job_says_so():
 
 @pytest.mark.parametrize(
     "piece",
-    ["<think>", "</think>", "<think>\n</think>", "```python\n", "```\n</think>\n", "'<think>'"],
+    ["<think>", "<think>\n</think>", "```\n</think>\n", "'<think>'"],
 )
 def test_babble_of_tags_is_read_once(piece):
     """R10: what looks on again for every tag would take minutes."""
@@ -150,8 +138,6 @@ def test_babble_of_tags_is_read_once(piece):
 
 
 class Says:
-    """Says the same to everything."""
-
     def __init__(self, tokenizer, text):
         self._ids = tokenizer.encode(text, add_special_tokens=False)
 

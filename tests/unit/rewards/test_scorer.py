@@ -4,8 +4,7 @@ import asyncio
 import json
 import os
 import signal
-from datetime import UTC, date, datetime, timedelta
-from datetime import time as clock
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 
@@ -18,10 +17,9 @@ from roles.role_fakes import Events
 from relax_hpc.config.rollout import RewardConfig
 from relax_hpc.environments.rewards import scorer as scorer_module
 from relax_hpc.environments.rewards import trial
-from relax_hpc.environments.rewards.contract import Kind, Reward, Sample, Score, Weighted
-from relax_hpc.environments.rewards.functions.boxed_number import score as boxed_number
-from relax_hpc.environments.rewards.scorer import Scorer
-from relax_hpc.errors import ConfigError
+from relax_hpc.environments.rewards.contract import Kind, Reward, Sample, Score, Weighted, fail
+from relax_hpc.environments.rewards.scorer import LEAST, WINDOW, ErrorLimit, Scorer
+from relax_hpc.errors import ConfigError, RewardError
 
 PLUGIN = Path(hostile.__file__)
 DEADLINE_S = 1.0
@@ -56,6 +54,8 @@ def test_a_reward_may_be_called_with_a_sample_its_fields_or_the_group():
     assert score == Score(3.0, {"right": 1.0, "short": 2.0})
     [[score]] = scores_of(reward("awaited"), ["abc"])
     assert score == Score(3.0)
+    sample = Sample("ab", answer="a", metadata={"suffix": "b"})
+    assert in_processes(reward("with_fields", workers=1), [sample]) == [[Score(1.0)]]
 
 
 def test_built_in_rewards_score_in_a_process_of_their_own_without_torch():
@@ -68,17 +68,12 @@ def test_built_in_rewards_score_in_a_process_of_their_own_without_torch():
 @pytest.mark.parametrize(
     ("response", "error"),
     [
-        ("hang", "took longer than 1 s"),
-        ("blocked", "took longer than 1 s"),
-        ("fork", "took longer than 1 s"),
-        ("sys.exit", "ended with"),
-        ("orphan", "ended with 0"),
-        ("segfault", "SIGSEGV"),
-        ("raise", "ZeroDivisionError: division by zero"),
-        ("memory", "MemoryError"),
+        ("hang", "took longer than 1 s"), ("fork", "took longer than 1 s"),
+        ("orphan", "ended with 0"), ("segfault", "SIGSEGV"),
+        ("raise", "ZeroDivisionError: division by zero"), ("memory", "MemoryError"),
         ("socket", "nonsense"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_sample_costs_itself_and_no_sibling(response, error):
     [scores] = scores_of(reward("by_order", workers=1), ["four", response, "seventy"])
     assert (scores[0], scores[2]) == (Score(4.0), Score(7.0))
@@ -97,7 +92,7 @@ def test_a_group_reward_that_dies_costs_the_group():
     assert kept == [Score(0.0), Score(1.0)]
 
 
-@pytest.mark.parametrize("response", ["hang", "exit", "blocked"])
+@pytest.mark.parametrize("response", ["hang", "exit"])
 def test_an_awaited_reward_costs_itself_whoever_shares_its_process(response):
     groups = [["ab", "abc"] for _ in range(6)]
     groups[3] = ["ab", response]
@@ -106,143 +101,99 @@ def test_an_awaited_reward_costs_itself_whoever_shares_its_process(response):
     assert [each for n, each in enumerate(found) if n != 3] == 5 * [[Score(2.0), Score(3.0)]]
 
 
-def test_groups_whose_process_somebody_killed_are_scored_together_in_another(monkeypatch):
+async def test_groups_whose_process_somebody_killed_are_scored_together_in_another(monkeypatch):
     """One after the other, as where one of them may be why, 64 groups of a judge take an hour."""
     alone = []
     monkeypatch.setattr(Scorer, "_alone", lambda _, group: alone.append(group))
 
-    async def score():
-        async with Scorer(reward("slowly_awaited", workers=1)) as scorer:
-            [pid] = scorer.pids
-            groups = [[Sample("a" * n), Sample("b")] for n in range(1, 20)]
-            scoring = [asyncio.create_task(scorer.score(group)) for group in groups]
-            await asyncio.sleep(0.3)
-            os.kill(pid, signal.SIGKILL)
-            found = await asyncio.gather(*scoring)
-            assert not scorer._anew
-            return found
-
-    assert [values(found) for found in asyncio.run(score())] == [[n, 1.0] for n in range(1, 20)]
+    async with Scorer(reward("slowly_awaited", workers=1)) as scorer:
+        [pid] = scorer.pids
+        groups = [[Sample("a" * n), Sample("b")] for n in range(1, 20)]
+        scoring = [asyncio.create_task(scorer.score(group)) for group in groups]
+        await asyncio.sleep(0.3)
+        os.kill(pid, signal.SIGKILL)
+        found = await asyncio.gather(*scoring)
+        assert not scorer._anew
+    assert [values(found) for found in found] == [[n, 1.0] for n in range(1, 20)]
     assert not alone
 
 
-@pytest.mark.parametrize(
-    ("function", "error"),
-    [("text", "no number"), ("nan", "is nan"), ("too_few", "1 scores for 2")],
-)
-def test_what_is_no_score_is_an_error(function, error):
-    [scores] = scores_of(reward(function, workers=1), ["a", "b"])
-    assert all(score.value == 0 and error in score.error for score in scores)
+async def test_the_loop_goes_on_while_a_reward_hangs():
+    async with Scorer(reward("by_order", workers=1)) as scorer:
+        hanging = asyncio.create_task(scorer.score([Sample("hang")]))
+        count = 0
+        while not hanging.done():
+            await asyncio.sleep(0.01)
+            count += 1
+    assert count > 3
 
 
-def test_a_response_of_ten_megabytes_is_scored():
-    [[score]] = scores_of(reward("by_order", workers=1, deadline_s=10), ["é" * 10_000_000])
-    assert score == Score(1e7)
-
-
-def test_the_loop_goes_on_while_a_reward_hangs():
-    async def ticks():
-        async with Scorer(reward("by_order", workers=1)) as scorer:
-            hanging = asyncio.create_task(scorer.score([Sample("hang")]))
-            count = 0
-            while not hanging.done():
-                await asyncio.sleep(0.01)
-                count += 1
-            return count
-
-    assert asyncio.run(ticks()) > 3
-
-
-def test_whoever_waits_is_told_that_a_lost_worker_cannot_be_replaced(tmp_path, monkeypatch):
+async def test_whoever_waits_is_told_that_a_lost_worker_cannot_be_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr(scorer_module, "START_AGAIN_S", 0.01)
     file = tmp_path / "mine.py"
     file.write_text("import os\ndef score(response):\n    os.kill(os.getpid(), 9)\n")
 
-    async def run():
-        config = RewardConfig(name=f"{file}:score", advanced={"workers": 1})
-        async with Scorer(config) as scorer, asyncio.timeout(60):
-            await scorer._spare
-            file.write_text("def score(:")
-            for _ in range(2):  # the second takes the spare along
-                [score] = await scorer.score([Sample("a")])
-                assert score.error == "the process was killed by SIGKILL"
-            waiting = [scorer.score([Sample("a")]) for _ in range(2)]
-            return await asyncio.gather(*waiting, return_exceptions=True)
-
-    for error in asyncio.run(run()):
+    config = RewardConfig(name=f"{file}:score", advanced={"workers": 1})
+    async with Scorer(config) as scorer, asyncio.timeout(60):
+        await scorer._spare
+        file.write_text("def score(:")
+        for _ in range(2):  # the second takes the spare along
+            [score] = await scorer.score([Sample("a")])
+            assert score.error == "the process was killed by SIGKILL"
+        waiting = [scorer.score([Sample("a")]) for _ in range(2)]
+        done = await asyncio.gather(*waiting, return_exceptions=True)
+    for error in done:
         assert isinstance(error, ConfigError) and "SyntaxError" in str(error)
 
 
-def test_a_cancelled_group_leaves_its_worker_to_the_others():
-    async def cancel():
-        async with Scorer(reward("by_order", workers=1)) as scorer:
-            pids = scorer.pids
-            task = asyncio.create_task(scorer.score([Sample("abc")] * 100))
-            await asyncio.sleep(0)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert await scorer.score([Sample("abc")]) == [Score(3.0)]
-            assert set(pids) <= set(scorer.pids)
-
-    asyncio.run(cancel())
+async def test_a_cancelled_group_leaves_its_worker_to_the_others():
+    async with Scorer(reward("by_order", workers=1)) as scorer:
+        pids = scorer.pids
+        task = asyncio.create_task(scorer.score([Sample("abc")] * 100))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await scorer.score([Sample("abc")]) == [Score(3.0)]
+        assert set(pids) <= set(scorer.pids)
 
 
-def test_nobody_is_left_when_it_is_closed_while_busy():
-    async def close():
-        async with Scorer(reward("by_order", deadline_s=1000)) as scorer:
-            busy = [
-                asyncio.create_task(scorer.score([Sample(response)]))
-                for response in ("hang", "fork", "blocked")
-            ]
-            await asyncio.sleep(0.3)
-            assert not any(task.done() for task in busy)
-
+async def test_nobody_is_left_when_it_is_closed_while_busy():
     before = family()
-    asyncio.run(close())
+    async with Scorer(reward("by_order", deadline_s=1000)) as scorer:
+        busy = [
+            asyncio.create_task(scorer.score([Sample(response)]))
+            for response in ("hang", "fork", "blocked")
+        ]
+        await asyncio.sleep(0.3)
+        assert not any(task.done() for task in busy)
     assert family() <= before
 
 
-def test_a_process_that_keeps_memory_is_replaced():
-    async def replaced():
-        async with Scorer(RewardConfig(name="random", advanced={"workers": 1})) as scorer:
-            [first] = [w for w in scorer._workers if w.pid in scorer.pids][:1]
+async def test_a_process_that_keeps_memory_is_replaced():
+    async with Scorer(RewardConfig(name="random", advanced={"workers": 1})) as scorer:
+        [first] = [w for w in scorer._workers if w.pid in scorer.pids][:1]
+        await scorer.score([Sample("a")])
+        first.kept_bytes = 2 << 30
+        for _ in range(3):
             await scorer.score([Sample("a")])
-            first.kept_bytes = 2 << 30
-            for _ in range(3):
-                await scorer.score([Sample("a")])
-            async with asyncio.timeout(60):
-                while first.pid in scorer.pids:
-                    await asyncio.sleep(0.05)
-            return scorer.pids
-
-    assert asyncio.run(replaced())
-
-
-def test_fields_of_a_sample_are_given_by_name():
-    sample = Sample("ab", answer="a", metadata={"suffix": "b"})
-    assert in_processes(reward("with_fields", workers=1), [sample]) == [[Score(1.0)]]
+        async with asyncio.timeout(60):
+            while first.pid in scorer.pids:
+                await asyncio.sleep(0.05)
+        assert scorer.pids
 
 
 def test_metadata_that_json_does_not_know_reaches_a_reward_as_text():
     metadata = {
-        "day": date(2024, 1, 31),
         "at": datetime(2024, 1, 31, 12, 30, tzinfo=UTC),
-        "time": clock(12, 30),
         "price": Decimal("1.50"),
-        "picture": b"ab",
-        "inside": [{"took": timedelta(hours=2)}],
-        "known": [1, None, "a"],
+        "inside": [{"took": timedelta(hours=2)}, b"ab", None],
     }
     [[found]] = in_processes(reward("metadata", workers=1), [Sample("a", metadata=metadata)])
     assert json.loads(found.error) == {
-        "day": "2024-01-31",
         "at": "2024-01-31T12:30:00+00:00",
-        "time": "12:30:00",
         "price": "1.50",
-        "picture": "YWI=",
-        "inside": [{"took": "2:00:00"}],
-        "known": [1, None, "a"],
+        "inside": [{"took": "2:00:00"}, "YWI=", None],
     }
 
 
@@ -250,7 +201,6 @@ def test_metadata_that_json_does_not_know_reaches_a_reward_as_text():
     ("name", "words"),
     [
         (f"{PLUGIN}:odd", "takes `reference_text`"),
-        ("no_such.module:score", "No module named 'no_such'"),
         ("absent.py:score", "No such file"),
         ("boxed_nmber", "did you mean 'boxed_number'?"),
     ],
@@ -272,22 +222,6 @@ def test_a_slow_import_has_the_time_that_its_run_gives_it(tmp_path):
     with pytest.raises(ConfigError, match="the import takes longer than 1 s"):
         asyncio.run(start(1))
     asyncio.run(start(1000))
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("1 / 0", "division by zero"),
-        ("def score(:", "SyntaxError"),
-    ],
-)
-def test_a_file_that_raises_while_it_is_imported_is_refused_with_what_it_raised(
-    tmp_path, line, words
-):
-    path = tmp_path / "mine.py"
-    path.write_text(f"{line}\ndef score(response, answer): return 1.0\n")
-    said = refusal(RewardConfig(name=f"{path}:score"), Sample("1", answer="1"))
-    assert words in said and f"reward.name = '{path}:score'" in said
 
 
 def test_a_reward_that_hangs_or_dies_on_a_response_is_refused():
@@ -315,12 +249,11 @@ def test_a_reward_that_fails_at_a_wrong_response_is_refused_unless_each_may(tmp_
 @pytest.mark.parametrize(
     ("function", "pools", "message"),
     [
-        ("asks_a_judge", [], "it asks engines of a pool 'judge', and the job has no other than "
-         "rollout; add a table [engines.judge]"),
+        ("asks_a_judge", [], "it asks engines of a pool 'judge'"),
         ("asks_somebody", [], "it asks engines, and the job has no other than rollout"),
-        ("asks_without_waiting", ["judge"], "takes `engines`, which are waited for; write `async"),
+        ("asks_without_waiting", ["judge"], "takes `engines`, which are waited for"),
     ],
-)  # fmt: skip
+)
 def test_a_reward_that_asks_engines_is_refused_where_the_job_has_none(function, pools, message):
     assert message in refusal(reward(function), Sample("yes"), pools)
 
@@ -353,15 +286,6 @@ def errors_of(*responses):
     return events.of("reward_errors")
 
 
-def test_errors_are_counted_in_events_with_all_that_was_scored_since():
-    assert errors_of(("ab", False), ("abc", False)) == []
-    found = errors_of(("raise", False), ("ab", False), ("exit", False))
-    assert sum(each["num_errors"] for each in found) == 2
-    assert sum(each["num_samples"] for each in found) == 3
-    assert found[0]["first"].startswith("ZeroDivisionError: division by zero (hostile.py:")
-    assert found[0]["num_samples"] == 1, "the first is said at once"
-
-
 def test_errors_of_held_out_prompts_are_counted_by_themselves(caplog):
     found = errors_of(("raise", True), ("raise", False), ("ab", True))
     counts = [(each["heldout"], each["num_errors"], each["num_samples"]) for each in found]
@@ -370,64 +294,39 @@ def test_errors_of_held_out_prompts_are_counted_by_themselves(caplog):
     assert "1 of 1 rewards failed; the first: ZeroDivisionError" in caplog.text
 
 
-LINES = """\
-import json, helper
-from relax_hpc.environments.rewards.functions.boxed_number import score as boxed
-
-def score(response):
-    if response == "helper":
-        return helper.halve(response)
-    if response == "library":
-        return json.loads("no")
-    if response == "ours":
-        return boxed(7, 7)
-    if response == "text":
-        return "1"
-    if response == "long":
-        raise ValueError("x" * 1000)
-    if response == "built":
-        return eval("1 / 0")
-    return float(response.split("{")[1])
-
-async def waits(response):
-    return score(response)
-
-def of_group(group):
-    for sample in group:
-        yield score(sample.response)
-"""
+GOOD, BAD = Score(1.0), fail("ValueError: a bug")
 
 
-@pytest.fixture
-def lines(tmp_path):
-    """A program whose every failure has a line of its own."""
-    (tmp_path / "mine.py").write_text(LINES)
-    (tmp_path / "helper.py").write_text("def halve(text):\n    return text / 2\n")
-    return tmp_path / "mine.py"
+def feed(limit, scores, first=0):
+    """Gives them one at a time; the number of those that were taken."""
+    for number, score in enumerate(scores):
+        try:
+            limit.add({f"{first + number}/0": score})
+        except RewardError as error:
+            return number, str(error)
+    return len(scores), ""
 
 
-@pytest.mark.parametrize(
-    ("response", "words"),
-    [
-        ("177", "IndexError: list index out of range (mine.py:17)"),
-        ("helper", "TypeError: unsupported operand type(s) for /: 'str' and 'int' (helper.py:2)"),
-        ("library", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) (mine.py:8)"),
-        ("ours", "(mine.py:10)"),
-        ("text", "TypeError: gave no number, and no relax_hpc.Score, but '1'"),
-        ("long", "ValueError: " + "x" * 175 + " ... " + "x" * 520 + " (mine.py:14)"),
-        ("built", "ZeroDivisionError: division by zero (mine.py:16)"),
-    ],
-)
-@pytest.mark.parametrize("function", ["score", "waits", "of_group"])
-def test_a_reward_that_fails_is_refused_with_the_response_and_its_own_line(
-    lines, function, response, words
-):
-    config = RewardConfig(terms={"a" * 40: {"name": f"{lines}:{function}"}})
-    said = refusal(config, Sample(response))
-    assert f"scoring the response '{response}' to a prompt of yours, aaa" in said
-    assert said.endswith(f"{words}; correct it")
+def test_a_run_ends_when_more_than_the_allowed_part_of_the_window_failed():
+    """0.05 of 500 are 25: the 26th ends it, and it is the 260th sample here."""
+    taken, said = feed(ErrorLimit(0.05), ([GOOD] * 9 + [BAD]) * 40)
+    assert taken == 259
+    assert "reward.advanced.most_errors = 0.05: " in said
+    assert "26 of the last 260 samples" in said and "26 x ValueError: a bug, first in 9/0" in said
 
 
-def test_what_is_built_in_fails_without_a_line_of_ours():
-    [score] = scores_here(Reward([Weighted(boxed_number)]), Sample(7, answer="7"))
-    assert score.error and ".py:" not in score.error
+def test_nothing_ends_before_there_are_enough_samples_to_judge_by():
+    assert feed(ErrorLimit(0.05), [BAD] * 300)[0] == LEAST - 1
+
+
+def test_errors_leave_the_window_again():
+    """25 in every 500 for ever are allowed; with 26 it ends within the second window."""
+    assert feed(ErrorLimit(0.05), ([BAD] * 25 + [GOOD] * 475) * 10)[0] == 10 * WINDOW
+    taken, _ = feed(ErrorLimit(0.05), [BAD] * 25 + [GOOD] * 475 + [BAD] * 25 + [GOOD] * 10 + [BAD])
+    assert taken == WINDOW + 25 + 10
+
+
+@pytest.mark.parametrize(("most", "ends"), [(0.0, True), (1.0, False)])
+def test_none_or_all_may_fail(most, ends):
+    taken, _ = feed(ErrorLimit(most), [GOOD] * 400 + [BAD] * 600)
+    assert taken == (400 if ends else 1000)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from relax_hpc.bus.reader import BatchIndex
 from relax_hpc.config import job_file
 from relax_hpc.schema import FinishReason, Trajectory
 
@@ -21,8 +22,6 @@ class Journal(list):
 
 
 class Events:
-    """An EventWriter that keeps its events."""
-
     rank = 0
 
     def __init__(self):
@@ -70,12 +69,46 @@ def row(guid=0, sibling=0, prompt=2, response=3, version=0, mask=None, reward=0.
     )  # fmt: skip
 
 
+def index_of(rows):
+    """The row columns of trajectories, as a reader gives them."""
+    columns = {
+        name: np.array([getattr(row, name) for row in rows])
+        for name in (
+            "guid", "sibling", "segment", "reward_error", "prompt_len", "policy_version_min",
+            "policy_version_max", "finish",
+        )
+    }  # fmt: skip
+    lengths = np.array([len(row.token_ids) for row in rows])
+    rewards = np.array([row.reward for row in rows], np.float32)
+    return BatchIndex(**columns, rewards=rewards, response_len=lengths - columns["prompt_len"])
+
+
 def sampled(token_ids, logprobs, version_runs, finish=FinishReason.STOP, routed_experts=None):
     """An engine's response to a prompt."""
     return SimpleNamespace(
         token_ids=token_ids, logprobs=logprobs, version_runs=version_runs,
         finish=finish, routed_experts=routed_experts,
     )  # fmt: skip
+
+
+class Rank1:
+    """A world as a further rank sees it: rank 0's values come out of a list."""
+
+    rank, size = 1, 2
+
+    def __init__(self, told, replica=None):
+        self.told, self.replica, self.given = list(told), replica, []
+
+    def bcast(self, value):
+        return self.told.pop(0)
+
+    def split(self, color):
+        assert color == 1
+        return self.replica
+
+    def allgather(self, value):
+        self.given.append(value)
+        return [{}, value]
 
 
 class NobodyElse:
@@ -90,8 +123,6 @@ class NobodyElse:
 
 
 class CheckpointPart:
-    """A part of a checkpoint: small files."""
-
     def __init__(self, files):
         self.files = files
 

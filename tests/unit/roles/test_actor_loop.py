@@ -1,17 +1,23 @@
-"""The actor's loop: what every rank does in which order, and what each is given."""
+"""The actor's loop: what every rank does in which order, what each is given, how it is made."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from role_fakes import CheckpointPart, Events, Journal, NobodyElse, config, row
+from role_fakes import Events, Journal, NobodyElse, Rank1, config, index_of, row
 
-from relax_hpc.bus.plan import PlanPosition, PlanRecord, ShardRange
-from relax_hpc.bus.reader import BatchIndex
+from relax_hpc.bus import layout
+from relax_hpc.bus.plan import PlanRecord, ShardRange
 from relax_hpc.errors import TrainingError
+from relax_hpc.inference.members import Member
+from relax_hpc.roles.actor import build as actor_task
 from relax_hpc.roles.actor import loop
 from relax_hpc.roles.actor.loop import ActorOtherRank, Reference, Stages
 from relax_hpc.roles.dealing.portions import Batch
+from relax_hpc.roles.role import ModelRank
 from relax_hpc.runtime.comm.world import SoloWorld
-from relax_hpc.trainer.checkpoints.store import Checkpoints
+from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.runtime.paths import RunPaths
 
 ROWS = [
     [row(0, 0, reward=1.0, version=1), row(0, 1, response=1, version=0)],
@@ -20,10 +26,7 @@ ROWS = [
 
 
 class Skip:
-    reason, num_samples, samples = "grad norm is nan", 0, ()
-
-    def __init__(self, in_a_row, is_model=False):
-        self.in_a_row, self.is_model = in_a_row, is_model
+    reason, num_samples, samples, in_a_row, is_model = "grad norm is nan", 0, (), 3, False
 
 
 class Trainer:
@@ -67,19 +70,7 @@ class Reader:
         return {}
 
     def index(self, record):
-        rows = ROWS[record.portion]
-        columns = {
-            "guid": [r.guid for r in rows], "sibling": [r.sibling for r in rows],
-            "segment": [r.segment for r in rows],
-            "rewards": np.array([r.reward for r in rows], np.float32),
-            "reward_error": [r.reward_error for r in rows],
-            "prompt_len": [r.prompt_len for r in rows],
-            "response_len": [len(r.token_ids) - r.prompt_len for r in rows],
-            "policy_version_min": [r.policy_version_min for r in rows],
-            "policy_version_max": [r.policy_version_max for r in rows],
-            "finish": [0, 0],
-        }  # fmt: skip
-        return BatchIndex(**{name: np.array(values) for name, values in columns.items()})
+        return index_of(ROWS[record.portion])
 
     def rows(self, record, rows, columns):
         self.journal.note("read", record.step, record.portion, rows)
@@ -206,16 +197,10 @@ def test_before_every_step_and_when_a_wait_is_broken_off_it_is_asked_whether_the
 
 def test_engines_that_come_are_given_the_current_weights_before_the_batch_goes_on():
     journal = Journal()
-    run(journal, rank0=Rank0(journal, newcomers=[2]))
+    run(journal, rank0=Rank0(journal, newcomers=[2], again=[1, 1]))  # twice somebody is left
     after_first = [entry[:2] for entry in journal][journal.index(("save", 1)) :]
     assert after_first[2:5] == [("next", 2), ("publish", 1), ("next", 2)]
-    assert [entry[1] for entry in journal.of("publish")] == [0, 1, 1, 2]
-
-
-def test_a_publication_is_repeated_as_long_as_somebody_is_left():
-    journal = Journal()
-    run(journal, rank0=Rank0(journal, again=[1, 1]))
-    assert [entry[1] for entry in journal.of("publish")] == [0, 1, 1, 1, 2]
+    assert [entry[1] for entry in journal.of("publish")] == [0, 1, 1, 1, 1, 2]
 
 
 def test_the_record_of_a_step_has_the_update_the_costs_and_the_time():
@@ -227,83 +212,14 @@ def test_the_record_of_a_step_has_the_update_the_costs_and_the_time():
     assert "time/train" not in fields  # the trainer measures that itself
 
 
-def test_a_skipped_update_is_noted_and_the_run_goes_on():
+def test_a_run_that_cannot_learn_ends_before_the_step_is_published_or_saved():
     journal = Journal()
     trainer = Trainer(journal)
-    trainer.skip = Skip(in_a_row=2)
-    run(journal, trainer=trainer)
-    assert journal.of("skipped") == [("skipped", 1, Skip.reason), ("skipped", 2, Skip.reason)]
-    assert journal[-1] == ("finish",)
-
-
-@pytest.mark.parametrize(
-    ("skip", "why"),
-    [
-        (Skip(in_a_row=3), "3 updates in a row were skipped"),
-        (Skip(in_a_row=1, is_model=True), "weights are broken"),
-    ],
-    ids=["too many", "the model"],
-)
-def test_a_run_that_cannot_learn_ends_before_the_step_is_published_or_saved(skip, why):
-    journal = Journal()
-    trainer = Trainer(journal)
-    trainer.skip = skip
-    with pytest.raises(TrainingError, match=why):
+    trainer.skip = Skip
+    with pytest.raises(TrainingError, match="3 updates in a row were skipped"):
         run(journal, trainer=trainer)
     assert journal[-2:] == [("update", 1), ("skipped", 1, Skip.reason)]
     assert len(journal.of("publish")) == 1 and not journal.of("save", "refresh", "end_step")
-
-
-class Model(Trainer):
-    """Its checkpoint holds its step, and the step whose policy is the reference."""
-
-    reference = 0
-
-    def checkpoint_part(self, *, copy):
-        return CheckpointPart({"weight": f"{self.step} {self.reference}"})
-
-    def damage(self, folder):
-        return None
-
-    def load(self, folder):
-        self.step, self.reference = map(int, (folder / "weight").read_text().split())
-
-    def keep(self, name, folder=None, *, lasting=False):
-        assert lasting == (self.step > 0)
-        self.reference = self.step
-
-
-def test_a_checkpoint_of_a_step_that_renews_the_reference_holds_the_renewed_one(tmp_path):
-    checkpoints = Checkpoints(tmp_path, SoloWorld(), PlanPosition, keep=1)
-    journal = Journal()
-    model = Model(journal)
-    reference = Reference(model, refresh_every=2)
-
-    def save():
-        checkpoints.save(model, PlanPosition(1, model.step, model.step))
-
-    made = config(reference__placement="actor")
-    stages = Stages(save, [reference])
-    loop.run(made, SoloWorld(), model, Reader(journal), Rank0(journal), stages)
-    resumed = Model(journal)
-    assert checkpoints.resume(resumed).step == 2
-    assert (resumed.step, resumed.reference) == (2, 2)
-
-
-class Rank1:
-    """A world as a further rank sees it: rank 0's values come out of a list."""
-
-    rank, size = 1, 2
-
-    def __init__(self, told, replica=None):
-        self.told, self.replica = list(told), replica
-
-    def bcast(self, value):
-        return self.told.pop(0)
-
-    def split(self, color):
-        assert color == 1
-        return self.replica
 
 
 def portions_of(step):
@@ -332,10 +248,7 @@ def test_a_rank_besides_rank_0_trains_its_own_share_and_helps_to_publish():
     _, given, micro_batches, advantages, last = journal.of("accumulate")[0]
     assert (given[0][:2], micro_batches, last) == ((0, mine), [[0]], False)
     assert advantages == [0.5 - mine]
-    assert [entry[0] for entry in journal if entry[0] in ("update", "save")] == [
-        "update",
-        "save",
-    ] * 2
+    assert [entry[0] for entry in journal.of("update", "save")] == ["update", "save"] * 2
 
 
 def test_of_a_replica_one_rank_reads_and_the_others_are_told():
@@ -371,3 +284,57 @@ def test_with_shared_gpus_engines_have_them_before_every_publication_and_the_tra
     step = ["read", "to trainer", "accumulate"] * 2 + ["update", "to engines", "publish"]
     expected = ["to engines", "publish", *step, *step]
     assert [entry[0] for entry in journal.of(*kinds)] == expected
+
+
+def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
+    tmp_path, monkeypatch
+):
+    given, released = [], []
+    for name in ("Sequencer", "EngineClient"):
+        monkeypatch.setattr(actor_task, name, lambda *args, **kwargs: given.append((args, kwargs)))
+    made = SimpleNamespace(release=lambda: released.append(True))
+    monkeypatch.setattr(actor_task, "ActorRank0", lambda *_: made)
+    monkeypatch.setattr(actor_task.Idle, "of", lambda *_: "idle")
+    settings = config(
+        schedule__prompts_per_step=6, schedule__over_age="mask", schedule__max_staleness=3,
+        algorithm__groups__name="as_sampled",
+        bus__keep_steps=5, reference__placement="own", engines__rollout__count=2,
+        weights__advanced__kv_cache="recompute", weights__advanced__timeout_s=40,
+    )  # fmt: skip
+    paths = RunPaths(tmp_path)
+    layout.create(paths.bus, [], {}, sidecar_writers={"reference-0": "reference"})
+    for resumed in (SimpleNamespace(position="position"), None):
+        rank = ModelRank(settings, paths, None, None, "events")
+        parts = ("reader", "shards", "publisher", "checkpoints")
+        actor_task._rank0(rank, *parts, resumed, "is_ending", "tell_others")
+    assert released == [True]  # whoever saved that checkpoint may not have come to it
+    (_, first), (_, again) = given
+    assert again == first | {"position": None}
+    asked = {"position": "position", "needs": ("reference",), "over_age": "mask"}
+    asked |= {
+        "prompts_per_step": 6,
+        "max_staleness": 3,
+        "keep_steps": 5,
+        "most_skipped": 10 * 6 * 4,
+    }
+    assert first == first | asked
+    secret = RunSecret.new()
+    actor_task._connect(settings, secret, Member("m", "1", "http://m", 1, "sglang", "HEALTHY"))
+    (at, how) = given[2]
+    assert at == ("http://m", secret.engine_token("m", "1"))
+    assert how["recompute"] and how["has_prefix_cache"] and how["timeout_s"] > 40
+
+
+def test_the_reference_in_the_actor_is_the_model_of_its_path_renewed_as_often_as_it_says():
+    events, kept = Events(), []
+    trainer = SimpleNamespace(keep=lambda *of, lasting=False: kept.append((*of, lasting)))
+    for placement in ("none", "own"):
+        assert actor_task.own_columns(config(reference__placement=placement), trainer, events) == []
+    settings = config(
+        reference__placement="actor", reference__path="elsewhere", reference__refresh_every=6
+    )
+    [found] = actor_task.own_columns(settings, trainer, events)
+    for step in range(1, 7):
+        found.end_step(step)
+    assert kept == [("reference", settings.reference.path, False), ("reference", True)]
+    assert events.of("reference") == [{"step": 6}]

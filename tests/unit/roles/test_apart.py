@@ -16,13 +16,15 @@ from safetensors.torch import load_file
 from relax_hpc.bus.credits import Credit
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.data.source import Prompt
-from relax_hpc.errors import EngineError, SnapshotError
+from relax_hpc.errors import EngineError, FencedError, SnapshotError
+from relax_hpc.inference import members
 from relax_hpc.inference.members import Member
 from relax_hpc.roles.idle import SETTLED_S, Idle
 from relax_hpc.roles.rollout.unfinished import AnnouncedEnd
 from relax_hpc.runtime.comm.bucket import BucketPlan, Spec, digest
 from relax_hpc.runtime.comm.orders import Receipt, receipt_file
 from relax_hpc.runtime.comm.world import SoloWorld
+from relax_hpc.runtime.files import storage
 from relax_hpc.runtime.files.records import read_json, write_json
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.weights import pull_snapshot
@@ -90,28 +92,6 @@ def due(each):
 
 
 # weights
-
-
-def test_the_trainer_leaves_every_policy_but_the_first_and_waits_for_nobody(paths):
-    publisher = trainer(paths)
-    assert publisher.publish(0, weights(0)).transport is None and Newest.read(paths) is None
-    for version in (1, 2, 3):
-        published = publisher.publish(version, weights(version))
-        assert (published.members, published.again, published.transport) == ([], False, "files")
-        newest = Newest.read(paths)
-        assert newest.version == version and newest.folder.is_dir()
-    assert not publisher.has_newcomers() and not publisher.wait_for_loads()
-    assert sorted(path.name[:7] for path in paths.weights.iterdir()) == ["v000002", "v000003"]
-
-
-def test_a_policy_is_written_once_by_one_trainer_and_anew_by_the_next(paths):
-    publisher = trainer(paths)
-    publisher.publish(1, weights(1))
-    first = Newest.read(paths).folder
-    assert publisher.publish(1, weights(1)).transport is None
-    assert Newest.read(paths).folder == first
-    trainer(paths).publish(1, weights(1))
-    assert Newest.read(paths).folder != first
 
 
 def test_the_newest_stays_until_there_is_a_newer_one_whatever_clocks_say(paths, monkeypatch):
@@ -232,6 +212,84 @@ def test_the_ranks_of_an_engine_that_takes_orders_say_which_tokens_were_of_which
     assert not [each for each in paths.weights.iterdir() if each.name.startswith(".receipt")]
 
 
+# a trainer whose place another has taken, or that comes after one
+
+
+def held_up_at_its_end(monkeypatch, act):
+    """The next snapshot is written whole, and then `act` happens before it is named."""
+    real, acts = SnapshotWriter.finish, [act]
+
+    def finish(self, name, records):
+        snapshot = real(self, name, records)
+        if acts:
+            acts.pop()()
+        return snapshot
+
+    monkeypatch.setattr(SnapshotWriter, "finish", finish)
+
+
+def test_a_trainer_that_wakes_after_another_took_over_leaves_the_record_alone(paths, monkeypatch):
+    old, new, fences = trainer(paths), trainer(paths), [1]
+
+    def check_fenced():
+        if fences[-1] > 1:
+            raise FencedError("plan fence 2 was claimed after 1")
+
+    def overtaken():
+        fences.append(2)
+        assert new.publish(10, weights(10)).transport == "files"
+
+    held_up_at_its_end(monkeypatch, overtaken)
+    with pytest.raises(FencedError, match="fence 2"):
+        old.publish(11, weights(-11), check_fenced=check_fenced)
+    newest = Newest.read(paths)
+    assert newest.version == 10 and newest.folder.is_dir()
+    assert new.publish(11, weights(11)).transport == "files"
+    assert Newest.read(paths).version == 11
+
+
+def test_a_version_that_was_left_meanwhile_is_not_taken_back(paths, monkeypatch):
+    """By the trainer before, which had got further, in its last moment."""
+    before, publisher = trainer(paths), trainer(paths)
+    held_up_at_its_end(monkeypatch, lambda: before.publish(11, weights(11)))
+    publisher.publish(10, weights(10))
+    newest = Newest.read(paths)
+    assert newest.version == 11 and newest.folder.is_dir()
+    assert publisher.publish(10, weights(10)).transport is None and not publisher.has_newcomers()
+    storage.delete_folder(newest.folder)  # nobody can load it: engines have none
+    publisher.publish(10, weights(10))
+    assert Newest.read(paths).version == 10
+
+
+@pytest.mark.parametrize(
+    ("there", "comes", "wins"),
+    [("7.1-1-1", "7.0-9-2", False), ("7.0-2-1", "7.0-1-3", False), ("7.0-10-1", "7.0-9-1", False),
+     ("7.0-1-3", "7.0-1-1", True), ("7.0-1-1", "7.0-2-0", True), ("7.9-1-1", "7.10-1-1", True),
+     ("9.0-1-1", "7.0-1-1", True), ("local-12.1-1-1", "local-11.0-1-1", True),
+     ("local-12.1-1-1", "local-12.0-1-1", False)],
+)  # fmt: skip
+def test_an_owner_that_wakes_does_not_announce_its_engine_over_a_later_one(
+    paths, there, comes, wins
+):
+    """Of two jobs nobody knows; within a task the engine's owner is one."""
+    first = Member("rollout-0", there, "http://x", 1, "embedded", "HEALTHY")
+    members.announce(paths, first)
+    second = first._replace(start=comes, state="FAILED")
+    members.announce(paths, second)
+    assert members.find(paths, "rollout-0") == (second if wins else first)
+
+
+def test_a_version_counts_as_left_only_while_the_record_names_it(paths):
+    publisher, other = trainer(paths), trainer(paths)
+    other.publish(1, weights(1))
+    older = Newest.read(paths)
+    publisher.publish(2, weights(2))
+    older.write(paths)  # by a trainer that knows of no fence
+    assert publisher.publish(2, weights(2)).transport == "files"
+    assert Newest.read(paths).version == 2
+    assert publisher.publish(2, weights(2)).transport is None
+
+
 # pace
 
 
@@ -277,7 +335,7 @@ class End(episode_fakes.NoEnd):
         self.said.append((version, idle))
 
 
-def test_rollout_without_a_trainer_goes_as_far_as_it_may_then_has_nothing_to_do_till_it_comes():
+async def test_rollout_without_a_trainer_goes_as_far_as_it_may_then_is_idle_till_it_comes():
     journal, events = Journal(), Events()
     made = config(
         schedule__num_steps=6, schedule__prompts_per_step=2, schedule__max_staleness=1,
@@ -290,25 +348,22 @@ def test_rollout_without_a_trainer_goes_as_far_as_it_may_then_has_nothing_to_do_
         events, end=end,
     )  # fmt: skip
 
-    async def story():
-        running = asyncio.create_task(whole)
-        await asyncio.sleep(0.3)
-        assert {*end.said} == {(0, False)}, "it samples"
-        sampler.gate.set()
-        for version, guids in ((0, 4), (3, 10), (4, 12)):  # (version + 1 + staleness) x 2
-            sampler.now = version
-            deadline = time.monotonic() + 20
-            while end.said[-1:] != [(version, True)]:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.02)
-            assert sorted(folder.guids) == [*range(guids)]
-        credits.credit = Credit(step=6, policy_version=6, finished=True)
-        await asyncio.sleep(0.2)
-        assert not running.done(), "the last policy is to be loaded and evaluated"
-        sampler.now = 6
-        await asyncio.wait_for(running, 20)
-
-    asyncio.run(story())
+    running = asyncio.create_task(whole)
+    await asyncio.sleep(0.3)
+    assert {*end.said} == {(0, False)}, "it samples"
+    sampler.gate.set()
+    for version, guids in ((0, 4), (3, 10), (4, 12)):  # (version + 1 + staleness) x 2
+        sampler.now = version
+        deadline = time.monotonic() + 20
+        while end.said[-1:] != [(version, True)]:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        assert sorted(folder.guids) == [*range(guids)]
+    credits.credit = Credit(step=6, policy_version=6, finished=True)
+    await asyncio.sleep(0.2)
+    assert not running.done(), "the last policy is to be loaded and evaluated"
+    sampler.now = 6
+    await asyncio.wait_for(running, 20)
 
 
 def test_rollout_is_not_idle_while_its_engines_do_not_hold_the_newest_weights(paths):

@@ -1,4 +1,4 @@
-"""The announced end of a job: who says so, what is saved, who asks for a requeue, and when."""
+"""The announced end of a job, and a step that the time limit would cut off: who does what."""
 
 import json
 import mmap
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import fake_slurm
 import psutil
@@ -15,9 +16,10 @@ from role_fakes import Journal, wait_for
 
 from relax_hpc.launch import requeue
 from relax_hpc.roles import ending
-from relax_hpc.roles.ending import Ending, LastSave
+from relax_hpc.roles.ending import MARGIN_S, Admission, Ending, LastSave
 from relax_hpc.runtime import heartbeat
 from relax_hpc.runtime.comm.world import SoloWorld
+from relax_hpc.runtime.files.records import read_json
 from relax_hpc.runtime.heartbeat import Beat
 from relax_hpc.runtime.paths import RunPaths
 
@@ -250,101 +252,6 @@ def test_other_ranks_save_when_rank_0_says_so_and_wait_for_nobody(says):
     assert journal == [("saved",)] * says
 
 
-TRAINS = """
-import sys, time
-from pathlib import Path
-from relax_hpc.runtime.comm.world import SoloWorld
-from relax_hpc.launch import requeue
-from relax_hpc.runtime.paths import RunPaths
-from relax_hpc.roles import ending
-from relax_hpc.roles.ending import LastSave
-run_dir, stops_in = Path(sys.argv[1]), sys.argv[2]
-ending.LOOK_EVERY_S = 0.0
-requeue.install("7", run_dir, asks=True)
-
-def phase(name):
-    if name == stops_in and Trainer.step in (0, 2):
-        print(name, flush=True)
-        sys.stdin.readline()
-
-class Trainer:
-    step = 0
-
-class Saves:
-    times = ()
-
-    def now(self):
-        phase("last save")
-        print("saved", Trainer.step, flush=True)
-        return True
-
-phase("start")
-print("started", flush=True)
-last = LastSave(SoloWorld(), Trainer, Saves(), ending.Ending(RunPaths(run_dir), "7.0"))
-while True:
-    last()
-    if Trainer.step == 2 and stops_in in ("drain", "last save"):
-        print("idle", flush=True)
-        while not last._ending.is_near():
-            time.sleep(0.05)
-        continue
-    phase("update")
-    Trainer.step += 1
-    print("trained", Trainer.step, flush=True)
-    phase("save")
-    time.sleep(0.05)
-"""
-ENDS = {
-    # phase: steps trained and saved from the signal on, and when a requeue is asked for
-    "start": ([], "at once"),
-    "update": (["trained 1", "saved 1"], "then"),
-    "save": (["saved 2"], "then"),
-    "last save": (["saved 2"], "then"),
-    "drain": (["saved 2"], "then"),
-}
-
-
-@pytest.mark.parametrize("phase", ENDS)
-def test_a_signal_in_any_phase_and_a_second_one_is_one_save_and_one_requeue(run, phase):
-    steps, when = ENDS[phase]
-    task = subprocess.Popen(
-        [sys.executable, "-c", TRAINS, str(run.run_dir), phase],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    asked = RunPaths(run.run_dir).saves("7.0")
-
-    def said(line):
-        return iter(task.stdout.readline, f"{line}\n")
-
-    try:
-        before = list(said("idle" if phase in ("drain", "last save") else phase))
-        task.send_signal(signal.SIGUSR2)
-        if phase == "last save":
-            assert list(said(phase)) == []
-        wait_for(paths_of(run).ending("7.0").exists)
-        if phase == "start":
-            wait_for(lambda: run.asked("scontrol"))
-        else:
-            time.sleep(0.3)
-            task.send_signal(signal.SIGUSR1)  # a second one, of another kind
-        if phase != "drain":
-            assert (when == "at once") is bool(run.asked("scontrol")), "a save is waited for"
-            task.stdin.write("\n")
-            task.stdin.flush()
-        wait_for(lambda: run.asked("scontrol"))
-        after = [task.stdout.readline().strip() for _ in steps]
-        assert after == steps and (phase == "start" or json.loads(asked.read_text())["step"])
-        time.sleep(1)
-        assert run.asked("scontrol") == ["scontrol requeue 7"] and task.poll() is None
-        assert "saved" not in "".join(before)
-    finally:
-        task.kill()
-        task.wait()
-        rest = task.stdout.read()
-    trained = [line for line in rest.splitlines() if line.startswith("trained")]
-    assert phase == "start" or trained == [], "nothing is trained behind the save"
-
-
 LEAVES = """
 import sys, threading, time
 from pathlib import Path
@@ -362,12 +269,205 @@ held = Slow()  # as long as the interpreter ends
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
-def test_a_task_that_is_done_ends_well_whatever_comes_while_its_interpreter_ends(run, number):
+def test_a_task_that_is_done_ends_well_whatever_comes_while_its_interpreter_ends(run):
     task = subprocess.Popen(
         [sys.executable, "-c", LEAVES, str(run.run_dir)], stdout=subprocess.PIPE, text=True
     )
     assert task.stdout.readline() == "ends\n"
     time.sleep(0.3)
-    task.send_signal(number)
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+        task.send_signal(number)
     assert task.wait(20) == 0
+
+
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        monkeypatch.setattr(ending.time, "monotonic", lambda: self.now)
+
+
+class End:
+    """An allocation that ends at a time of the clock."""
+
+    ahead_s = 0.0
+
+    def __init__(self, clock, at):
+        self.clock, self.at, self.announced = clock, at, []
+
+    def compute_left_s(self):
+        return None if self.at is None else self.at - self.clock.now
+
+    def announce(self):
+        self.announced.append(self.clock.now)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def trained(clock, end, *, seconds, saves=(), waited=0.0):
+    """An admission that has seen steps of so many seconds, `waited` of each for its batch."""
+    found = Admission(end, lambda: saves)
+    for step, took in enumerate([*seconds, waited]):
+        found.consider(step)
+        if waited:
+            clock.now += waited
+            found.consider(step)
+        clock.now += took - waited
+    return found
+
+
+def check_begins_with(needed_s, found, end, step=2):
+    """A step begins where so many seconds are left, and not where less are."""
+    end.at = end.clock.now + needed_s + 0.5
+    found.consider(step)
+    assert end.announced == []
+    end.at -= 1
+    found.consider(step)
+    assert end.announced == [end.clock.now]
+
+
+def test_a_step_begins_if_it_and_its_save_end_in_time_by_the_95th_percentile(clock):
+    end = End(clock, None)
+    # Twenty steps of which one was slow: the percentile is the 19th.
+    seconds = [100.0] * 18 + [110.0, 500.0]
+    found = trained(clock, end, seconds=seconds, saves=[7.0, 20.0])
+    check_begins_with(110 + 20 + MARGIN_S, found, end, step=20)
+
+
+def test_while_a_batch_is_waited_for_what_has_gone_by_counts(clock):
+    end = End(clock, None)
+    found = trained(clock, end, seconds=[100.0, 100.0], waited=60.0)  # 60 of this one, too
+    end.at = clock.now + 40 + MARGIN_S + 5
+    found.consider(2)
+    assert end.announced == []  # as late as it ever was, and the 40 s after it fit in
+    clock.now += 5
+    found.consider(2)
+    assert end.announced == []
+    clock.now += 1  # the step's 100 s have not gone by, but it would end 1 s too late
+    found.consider(2)
+    assert end.announced == [clock.now]
+
+
+def test_the_work_on_a_batch_is_still_to_come_however_late_it_is(clock):
+    end = End(clock, None)
+    found = trained(clock, end, seconds=[100.0, 100.0], waited=60.0)
+    clock.now += 500
+    check_begins_with(40 + MARGIN_S, found, end)
+
+
+def test_a_step_that_the_announcement_would_cut_off_is_not_begun(clock):
+    """Slurm announces the end, and rollout stops then, whatever would still fit."""
+    end = End(clock, None)
+    end.ahead_s = 90.0
+    found = trained(clock, end, seconds=[100.0, 100.0], saves=[2.0])
+    check_begins_with(100 + 90, found, end)
+
+
+def test_a_save_of_the_critic_that_takes_longer_is_waited_for_too(tmp_path, clock):
+    paths = RunPaths(tmp_path)
+    paths.control.mkdir()
+    saves = Saves(Journal())
+    critic = LastSave(SoloWorld(), Trainer, saves, Ending(paths, "7.0", paths.critic_saves("7.0")))
+    saves.times = (70.0, 60.0)
+    assert not critic.is_due()  # and says how long its saves take
+    actor = Ending(paths, "7.0")
+    assert not actor.is_near()
+    end = End(clock, None)
+    found = Admission(end, lambda: [20.0], actor.critic_save_s)
+    for step in range(2):
+        found.consider(step)
+        clock.now += 100
+    check_begins_with(100 + 70 + MARGIN_S, found, end)
+
+
+def test_the_first_step_is_tried_in_any_case_and_the_end_is_announced_once(clock):
+    end = End(clock, clock.now + 1)
+    found = Admission(end, lambda: [50.0])
+    found.consider(7)
+    assert end.announced == []
+    clock.now += 100
+    for step in (8, 8, 9):
+        found.consider(step)
+    assert len(end.announced) == 1
+
+
+def test_a_trainer_whose_next_step_does_not_fit_saves_and_has_the_job_requeued(run, monkeypatch):
+    """All parts but Slurm: the limit is squeue's, of the component that ends first."""
+    run.says("7+0|RUNNING|n1|7|None|N/A|3:00", "7+1|RUNNING|n2|8|None|N/A|2:30")
+    end = requeue.SlurmJobEnd("7", run.run_dir)
+    wait_for(lambda: end.compute_left_s() is not None)
+    assert 140 < end.compute_left_s() <= 150
+    saves, paths = Saves(Journal()), RunPaths(run.run_dir)
+    ending = Ending(paths, "7.0")
+    monkeypatch.setattr(ending, "wait", lambda: None)
+    last = LastSave(SoloWorld(), Trainer, saves, ending, end)
+    last()
+    assert saves.journal == [] and not paths.ending("7.0").exists()
+    last._admission._step_times.append(130.0)
+    monkeypatch.setattr(ending, "will_save", lambda *_: None)
+    last()
+    wait_for(lambda: last() or run.asked("scontrol"))
+    assert ("saved",) in saves.journal
+    assert run.asked("scontrol") == ["scontrol requeue 7"]
+
+
+def test_a_save_that_needs_more_than_slurms_notice_is_waited_for(run, monkeypatch):
+    monkeypatch.setattr(requeue, "SIGNAL_AHEAD_S", 0.5)
+    run.says("7|RUNNING|n1|7|None|N/A|10:00")
+    end = requeue.SlurmJobEnd("7", run.run_dir)
+    wait_for(lambda: end.compute_left_s() is not None)
+    saving = Ending(RunPaths(run.run_dir), "7.0")
+    saving.will_save()
+    end.announce()
+    time.sleep(1.5)
+    assert run.asked("scontrol") == [], "far from the end of the allocation"
+    assert "asked" not in read_json(RunPaths(run.run_dir).ending("7.0")), "nor will be at once"
+    saving.note_saved(3)
+    wait_for(lambda: run.asked("scontrol"))
+    assert run.asked("scontrol") == ["scontrol requeue 7"]
+
+
+def test_who_starts_after_an_announcement_asks_in_place_of_who_was_killed(run):
+    run.says("7|RUNNING|n1|7|None|N/A|10:00")
+    requeue.take_over("7", run.run_dir)
+    assert requeue.announce("7", run.run_dir, refused=True)
+    requeue.take_over("7", run.run_dir)
+    assert run.asked("scontrol") == [], "nothing was announced, or it was refused"
+    assert requeue.announce("7", run.run_dir)
+    requeue.take_over("7", run.run_dir)
+    assert run.asked("scontrol") == ["scontrol requeue 7"]
+
+
+def test_a_wait_for_a_batch_is_broken_off_when_the_work_on_it_would_not_fit(tmp_path, clock):
+    """What rank 0 asks between two looks for groups."""
+
+    class Announced:
+        near = False
+
+        def is_near(self):
+            return self.near
+
+        def critic_save_s(self):
+            return 0.0
+
+        def will_save(self, save_s=0.0):
+            pass
+
+    end, ending = End(clock, None), Announced()
+    trainer = SimpleNamespace(step=3)
+    saves = Saves(Journal())
+    saves.times = (1.0,)
+    last = LastSave(SoloWorld(), trainer, saves, ending, end)
+    last()
+    clock.now += 50
+    trainer.step = 4
+    last()
+    end.at = clock.now + 50 + 1 + MARGIN_S
+    assert not last.is_due() and end.announced == []
+    clock.now += 1
+    assert not last.is_due()
+    assert end.announced == [clock.now], "and who hears of it says that it is near"
+    ending.near = True
+    assert last.is_due()

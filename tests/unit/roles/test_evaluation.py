@@ -10,7 +10,6 @@ from role_fakes import Events, Journal, config
 from relax_hpc.data.source import Prompt
 from relax_hpc.environments.rewards.contract import Score
 from relax_hpc.errors import EngineError
-from relax_hpc.inference.generation import Sampling
 from relax_hpc.roles.rollout.heldout import Due, Evaluator
 from relax_hpc.roles.rollout.heldout import ScoreBoard as RealBoard
 from relax_hpc.runtime.paths import RunPaths
@@ -120,9 +119,7 @@ def test_a_policy_is_evaluated_when_a_multiple_has_been_passed_since_the_last():
 
 
 @pytest.mark.parametrize(("every", "visits", "during"), [
-    (7, (7, 13, 14), [7]),
-    (7, (8, 14), [8]),
-    (14, (9, 14), []),
+    (7, (7, 13, 14), [7]), (7, (8, 14), [8]), (14, (9, 14), []),
     (4, (8, 14), [8, 14]),  # that of policy 12, which other tasks may have made by then
     (4, (12, 14), [12]),
 ])  # fmt: skip
@@ -138,25 +135,21 @@ def test_an_engine_that_starts_in_the_middle_is_not_taken_for_the_first_policy()
     assert evaluate([(0, 5), (5, 5), (8, 8)], every=8).said == [("during", 8)]
 
 
-def test_every_sample_is_kept_with_the_policies_that_sampled_it():
+async def test_every_sample_is_kept_with_the_policies_that_sampled_it():
     """The policy changes while the second of two samples is under way."""
 
-    async def run():
-        made = Made(samples_per_prompt=2, temperature=0.6, every=0)
-        sample = made.sampler.sample
+    made = Made(samples_per_prompt=2, temperature=0.6, every=0)
+    sample = made.sampler.sample
 
-        async def changing(given, draft, how, *, seed, homes):
-            done = await sample(given, draft, how, seed=seed, homes=homes)
-            if made.sampler.asked == 10:
-                draft.token_ids, draft.logprobs = draft.token_ids * 2, draft.logprobs * 2
-                draft.version_runs.append((1, 3))
-            return done
+    async def changing(given, draft, how, *, seed, homes):
+        done = await sample(given, draft, how, seed=seed, homes=homes)
+        if made.sampler.asked == 10:
+            draft.token_ids, draft.logprobs = draft.token_ids * 2, draft.logprobs * 2
+            draft.version_runs.append((1, 3))
+        return done
 
-        made.sampler.sample = changing
-        await made.visit(2, 0)
-        return made
-
-    made = asyncio.run(run())
+    made.sampler.sample = changing
+    await made.visit(2, 0)
     [(due, share, rows)] = made.board.added
     assert due == Due("heldout", "before", 0)
     assert [(row.prompt, row.sample) for row in rows] == [(p, s) for p in range(5) for s in (0, 1)]
@@ -167,7 +160,6 @@ def test_every_sample_is_kept_with_the_policies_that_sampled_it():
     assert rows[2].parts == {"boxed_number": 1.0} and rows[2].texts == ["1"]
     assert [row.source for row in rows[::2]] == ["s0", "s1", "s2", "s3", "s4"]
     assert (share.version, share.version_max, share.correct, share.num_samples) == (2, 3, 6.0, 10)
-    assert len({seed for _, seed in [(n, s) for n, s in enumerate(range(10))]}) == 10
 
 
 @pytest.mark.parametrize(
@@ -179,48 +171,27 @@ def test_every_sample_is_kept_with_the_policies_that_sampled_it():
         ("a", {"max_staleness": 0}, 1),  # a quarter of four requests that training has in flight
     ],
 )
-def test_while_training_goes_on_evaluations_have_a_share_of_the_places(sets, settings, share):
-    async def run():
-        made = Made(every=4, sets=sets, schedule=settings)
-        made.sampler.free.clear()
-        await made.visit(0, 0)
-        before = made.sampler.asked
-        made.sampler.free.set()
-        await made.visit(1, 1)
-        all_before = made.sampler.asked
-        made.sampler.free.clear()
-        await made.visit(4, 4)
-        during = made.sampler.asked - all_before
-        made.sampler.free.set()
-        await made.evaluator.finish(None)
-        return before, during, made.sampler.asked / all_before
-
-    before, during, evaluations = asyncio.run(run())
+async def test_while_training_goes_on_evaluations_have_a_share_of_the_places(sets, settings, share):
+    made = Made(every=4, sets=sets, schedule=settings)
+    made.sampler.free.clear()
+    await made.visit(0, 0)
+    before = made.sampler.asked
+    made.sampler.free.set()
+    await made.visit(1, 1)
+    all_before = made.sampler.asked
+    made.sampler.free.clear()
+    await made.visit(4, 4)
+    during = made.sampler.asked - all_before
+    made.sampler.free.set()
+    await made.evaluator.finish(None)
+    evaluations = made.sampler.asked / all_before
     assert before == min(8, 5 * len(sets))  # all places, or all that there are prompts for
     assert during == share
     assert evaluations == 2  # who waits for a place gets one
 
 
-def test_a_slow_evaluation_is_not_begun_twice_and_the_next_one_follows_it():
-    async def run():
-        made = Made(every=4)
-        made.sampler.free.clear()
-        await made.visit(0, 0)
-        for version in (4, 8, 9):
-            await made.visit(version, version)
-        assert made.sampler.asked == 5
-        made.sampler.free.set()
-        await made.visit(9, 9)
-        await made.visit(9, 9)
-        return made
-
-    made = asyncio.run(run())
-    whens = [(event["when"], event["number"]) for event in made.events.of("eval")]
-    assert whens == [("before", 0), ("during", 2)]
-
-
-def test_what_an_evaluation_raises_ends_the_loop():
-    async def run():
+async def test_what_an_evaluation_raises_ends_the_loop():
+    with pytest.raises(EngineError, match=r"group heldout/before/0/\d+: refused"):
         made = Made()
 
         async def sample(*_, **__):
@@ -229,42 +200,6 @@ def test_what_an_evaluation_raises_ends_the_loop():
         made.sampler.sample = sample
         await made.visit(0, 0)
         await made.visit(0, 0)
-
-    with pytest.raises(EngineError, match=r"group heldout/before/0/\d+: refused"):
-        asyncio.run(run())
-
-
-def test_each_set_is_sampled_in_its_own_way():
-    sets = {
-        "greedy": {},
-        "several": {
-            "samples_per_prompt": 3, "temperature": 0.8, "top_p": 0.9, "top_k": 20,
-            "max_new_tokens": 9, "stop": ["4 4", "9"],
-        },
-    }  # fmt: skip
-
-    async def run():
-        made = Made(sets=sets, every=0)
-        asked = made.sampler.asked_how = []
-        sample = made.sampler.sample
-
-        async def noting(given, draft, how, **each):
-            asked.append((given[0], how))
-            return await sample(given, draft, how, **each)
-
-        made.sampler.sample = noting
-        await made.visit(0, 0)
-        return made
-
-    made = asyncio.run(run())
-    hows = {how._replace(end=None) for _, how in made.sampler.asked_how}
-    greedy, several = sorted(hows)
-    assert greedy == Sampling(0.0, 256, max_tokens=1 << 20)
-    assert several == Sampling(0.8, 9, max_tokens=1 << 20, top_p=0.9, top_k=20)
-    assert len(made.sampler.asked_how) == 5 + 15
-    end = next(how.end for _, how in made.sampler.asked_how if how.temperature)
-    assert end([1, 4, 4, 4], 0) == 3 and end([1, 4], 0) is None
-    assert {how.end for _, how in made.sampler.asked_how if not how.temperature} == {None}
 
 
 class Life:

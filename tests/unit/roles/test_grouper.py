@@ -114,20 +114,17 @@ def test_a_row_knows_the_parts_of_its_reward_and_whether_it_failed():
     assert (plain.parts, plain.reward_error) == ({}, False)
 
 
-def test_a_group_is_refused_once_too_many_rewards_have_failed():
+async def test_a_group_is_refused_once_too_many_rewards_have_failed():
     """All fail, and 0.4 * 500 are allowed."""
     settings = config(seed=9, rollout__temperature=0.7, reward__advanced__most_errors=0.4)
     made = Grouper(settings, Prompts(), episodes(settings, Sampler(), lambda *_: fail("a bug")))
 
-    async def run():
-        for _ in range(100):
-            assert len((await made(5, 4)).trajectories) == 2
-        return await made(5, 4)
-
     with pytest.raises(
         RewardError, match=r"failed for 202 of the last 202 .*202 x a bug, first in 5/0"
     ):
-        asyncio.run(run())
+        for _ in range(100):
+            assert len((await made(5, 4)).trajectories) == 2
+        await made(5, 4)
 
 
 @pytest.mark.parametrize("names", [["sums"], ["sums", "code"]])

@@ -36,82 +36,31 @@ class Client:
         pass
 
 
-def test_the_oldest_policy_that_is_allowed_and_the_tokens_so_far_go_with_a_response():
+async def test_the_oldest_policy_that_is_allowed_and_the_tokens_so_far_go_with_a_response():
     """Engine e5 is lost; e3 is idle, but older than allowed; e4 becomes free later."""
     asked = []
 
-    async def run():
-        pool = Pool(lambda at: Client(at, asked), max_in_flight=4, patience_s=20)
-        ends = {name: Endpoint(name, "0", f"http://{name}", "t") for name in ("e3", "e4", "e5")}
-        pool.enlist({ends["e3"]: "serving", ends["e4"]: "held", ends["e5"]: "serving"})
-        task = asyncio.create_task(pool.sample([7, 8], 9, SAMPLING._replace(min_version=4)))
-        while not asked:
-            await asyncio.sleep(0.001)
-        pool.enlist({ends["e3"]: "serving", ends["e4"]: "held"})
-        for _ in range(20):
-            await asyncio.sleep(0.001)
-        assert not task.done()
-        pool.enlist({ends["e3"]: "serving", ends["e4"]: "serving"})
-        done = await asyncio.wait_for(task, 20)
-        await pool.aclose()
-        return done
-
-    assert asyncio.run(run()).token_ids == [5, 5, 4, 4]
+    pool = Pool(lambda at: Client(at, asked), max_in_flight=4, patience_s=20)
+    ends = {name: Endpoint(name, "0", f"http://{name}", "t") for name in ("e3", "e4", "e5")}
+    pool.enlist({ends["e3"]: "serving", ends["e4"]: "held", ends["e5"]: "serving"})
+    task = asyncio.create_task(pool.sample([7, 8], 9, SAMPLING._replace(min_version=4)))
+    while not asked:
+        await asyncio.sleep(0.001)
+    pool.enlist({ends["e3"]: "serving", ends["e4"]: "held"})
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert not task.done()
+    pool.enlist({ends["e3"]: "serving", ends["e4"]: "serving"})
+    done = await asyncio.wait_for(task, 20)
+    await pool.aclose()
+    assert done.token_ids == [5, 5, 4, 4]
     wanted = SAMPLING._replace(min_version=4)
     assert asked == [("e5", [7, 8], 9, wanted, 5, []), ("e4", [7, 8], 9, wanted, 4, [5, 5])]
 
 
-def test_a_sample_that_waits_gets_an_engine_as_soon_as_it_serves_the_policy_that_is_wanted():
-    """A new engine, one that comes back with another policy, and one that answers late."""
-    asked, clients = [None], {}
-
-    class Moving(Client):
-        fails = 0
-
-        async def version(self):
-            if self.fails:
-                self.fails -= 1
-                raise EngineLostError("not yet")
-            return self.now
-
-    def connect(at):
-        return clients.setdefault(at.id, Moving(at, asked))
-
-    async def run():
-        pool = Pool(connect, max_in_flight=4, patience_s=20)
-        e1, e3 = (Endpoint(name, "0", f"http://{name}", "t") for name in ("e1", "e3"))
-
-        async def waits(min_version):
-            task = asyncio.create_task(
-                pool.sample([7], 9, SAMPLING._replace(min_version=min_version))
-            )
-            await asyncio.sleep(0.01)
-            assert not task.done()
-            return task
-
-        first = await waits(0)
-        pool.enlist({e1: "serving"})
-        await asyncio.wait_for(first, 5)
-        second = await waits(2)
-        pool.enlist({e1: "held"})
-        clients["e1"].now = 2
-        pool.enlist({e1: "serving"})
-        await asyncio.wait_for(second, 5)
-        third = await waits(3)
-        connect(e3).fails = 2
-        pool.enlist({e1: "serving", e3: "serving"})
-        await asyncio.wait_for(third, 5)
-        await pool.aclose()
-
-    asyncio.run(run())
-    assert [(name, version) for name, _, _, _, version, _ in asked[1:]] == [
-        ("e1", 1),
-        ("e1", 2),
-        ("e3", 3),
-    ]
-
-
-def test_one_that_answers_nothing_holds_up_neither_the_others_nor_who_asks_how_all_are(monkeypatch):
+async def test_one_that_answers_nothing_holds_up_neither_the_others_nor_who_asks_how_all_are(
+    monkeypatch,
+):
     monkeypatch.setattr(pool_module, "_ANSWER_S", 0.05)
     asked, loads = [None], []
 
@@ -125,60 +74,33 @@ def test_one_that_answers_nothing_holds_up_neither_the_others_nor_who_asks_how_a
             await asyncio.sleep(60 * (self.at.id == "e9"))
             return Load(0, 0, 1.0)
 
-    async def run():
-        pool = Pool(lambda at: Hangs(at, asked), max_in_flight=10, patience_s=60)
-        first = asyncio.create_task(pool.sample([1], 1, SAMPLING))
-        ends = [Endpoint(name, "0", f"http://{name}", "t") for name in ("e1", "e9")]
-        pool.enlist(dict.fromkeys(ends, "serving"))
-        async with asyncio.timeout(10):
-            await first
-            assert await pool.version() == 1
-            while "e9" not in loads:
-                await pool.adapt()
-                await asyncio.sleep(0.01)
-        await pool.aclose()
-
-    asyncio.run(run())
+    pool = Pool(lambda at: Hangs(at, asked), max_in_flight=10, patience_s=60)
+    first = asyncio.create_task(pool.sample([1], 1, SAMPLING))
+    ends = [Endpoint(name, "0", f"http://{name}", "t") for name in ("e1", "e9")]
+    pool.enlist(dict.fromkeys(ends, "serving"))
+    async with asyncio.timeout(10):
+        await first
+        assert await pool.version() == 1
+        while "e9" not in loads:
+            await pool.adapt()
+            await asyncio.sleep(0.01)
+    await pool.aclose()
     assert [name for name, *_ in asked[1:]] == ["e1"]
 
 
-def test_patience_begins_anew_while_engines_are_excused():
-    async def run():
-        pool = Pool(lambda at: Client(at, [None]), max_in_flight=4, patience_s=0.4)
-        waits = asyncio.create_task(pool.sample([1], 1, SAMPLING))
-        for _ in range(10):
-            await asyncio.sleep(0.1)
-            pool.excuse()
-        assert not waits.done()
-        with pytest.raises(EngineError, match=r"for 0\.4 s"):
-            await asyncio.wait_for(waits, 10)
-        await pool.aclose()
-
-    asyncio.run(run())
+async def test_patience_begins_anew_while_engines_are_excused():
+    pool = Pool(lambda at: Client(at, [None]), max_in_flight=4, patience_s=0.4)
+    waits = asyncio.create_task(pool.sample([1], 1, SAMPLING))
+    for _ in range(10):
+        await asyncio.sleep(0.1)
+        pool.excuse()
+    assert not waits.done()
+    with pytest.raises(EngineError, match=r"for 0\.4 s"):
+        await asyncio.wait_for(waits, 10)
+    await pool.aclose()
 
 
-def test_samples_that_wait_are_spread_over_engines_that_come_together():
-    asked = [None]
-
-    class Slow(Client):
-        async def version(self):
-            await asyncio.sleep(0.01 * self.now)
-            return self.now
-
-    async def run():
-        pool = Pool(lambda at: Slow(at, asked), max_in_flight=4, patience_s=20)
-        samples = [asyncio.create_task(pool.sample([n], n, SAMPLING)) for n in range(4)]
-        await asyncio.sleep(0.01)
-        ends = [Endpoint(name, "0", f"http://{name}", "t") for name in ("e1", "e3")]
-        pool.enlist(dict.fromkeys(ends, "serving"))
-        await asyncio.wait_for(asyncio.gather(*samples), 20)
-        await pool.aclose()
-
-    asyncio.run(run())
-    assert sorted(name for name, *_ in asked[1:]) == ["e1", "e1", "e3", "e3"]
-
-
-def test_an_episode_stays_where_it_was_taken_to_and_needs_no_entry_beside_its_prompt():
+async def test_an_episode_stays_where_it_was_taken_to_and_needs_no_entry_beside_its_prompt():
     """Two of three siblings find room where their prompt is; the third comes back next door."""
     asked = [None]
 
@@ -188,27 +110,22 @@ def test_an_episode_stays_where_it_was_taken_to_and_needs_no_entry_beside_its_pr
             await gate.wait()
             return done
 
-    async def run():
-        nonlocal gate
-        gate = asyncio.Event()
-        pool = Pool(lambda at: Waits(at, asked), max_in_flight=2, patience_s=20)
-        pool.enlist({Endpoint(name, "0", "http://x", "t"): "serving" for name in ("e4", "e5")})
+    gate = asyncio.Event()
+    pool = Pool(lambda at: Waits(at, asked), max_in_flight=2, patience_s=20)
+    pool.enlist({Endpoint(name, "0", "http://x", "t"): "serving" for name in ("e4", "e5")})
 
-        def ask(episode):
-            given = pool.sample([1], episode, SAMPLING, homes=(("p", episode), "p"))
-            return asyncio.create_task(given)
+    def ask(episode):
+        given = pool.sample([1], episode, SAMPLING, homes=(("p", episode), "p"))
+        return asyncio.create_task(given)
 
-        for _ in range(2):
-            tasks = [ask(episode) for episode in range(3)]
-            await asyncio.sleep(0.01)
-            gate.set()
-            await asyncio.gather(*tasks)
-        known = list(pool._homes)
-        await pool.aclose()
-        return known
-
-    gate = None
-    assert asyncio.run(run()) == ["p", ("p", 2)]
+    for _ in range(2):
+        tasks = [ask(episode) for episode in range(3)]
+        await asyncio.sleep(0.01)
+        gate.set()
+        await asyncio.gather(*tasks)
+    known = list(pool._homes)
+    await pool.aclose()
+    assert known == ["p", ("p", 2)]
     served = [(name, seed) for name, _, seed, *_ in asked[1:]]
     (home, _), (_, _), (next_door, _) = served[:3]
     assert home != next_door

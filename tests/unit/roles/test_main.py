@@ -2,7 +2,6 @@
 
 import logging
 import os
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -59,11 +58,8 @@ def test_ranks_join_in_a_place_of_their_start_and_outlast_rank_0(
 ):
     given = []
     monkeypatch.setattr(module, "main", lambda *args: given.append(args))
-    paths, events, settings = (
-        RunPaths(tmp_path),
-        Events(),
-        config(launch__advanced__peer_timeout_s=77, reference__placement="own"),
-    )
+    paths, events = RunPaths(tmp_path), Events()
+    settings = config(launch__advanced__peer_timeout_s=77, reference__placement="own")
     declared = table.role_of(settings, role)
     main.start(declared, settings, paths, context(role), "files", events)
     [(bootstrap, how)] = joined
@@ -133,11 +129,6 @@ def test_a_role_begins_with_kernels_where_the_job_says(tmp_path, monkeypatch):
     assert len(seen) == 1 and "others may write" in said
 
 
-def test_a_component_that_is_not_there_is_named():
-    with pytest.raises(ConfigError, match="component 'critic': this version runs rollout, actor, "):
-        table.role_of(config(), "critic")
-
-
 class World:
     size = 2
 
@@ -164,38 +155,32 @@ def fake(monkeypatch, module, journal, *names, **values):
 def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_writes(
     tmp_path, monkeypatch, rank
 ):
-    journal, paths, events = Journal(), RunPaths(tmp_path), Events()
+    journal, paths = Journal(), RunPaths(tmp_path)
     closing = SimpleNamespace(close=lambda: journal.note("closed"))
     fake(
         monkeypatch, logprobs_task, journal, "MegatronScorer", "Reader", "CreditTail",
         "ScorerRank0", Reader=closing, ScorerRank0=closing,
     )  # fmt: skip
-    fake(monkeypatch, training, journal, "SidecarWriter")
-    monkeypatch.setattr(training, "init_torch", lambda *_, **__: time.sleep(0.002))
+    fake(monkeypatch, training, journal, "SidecarWriter", "init_torch")
     fake(monkeypatch, logprobs_task.loop, journal, "run")
     monkeypatch.setattr(training.torch.distributed, "destroy_process_group", lambda: None)
     settings = config(
         reference__placement="own", reference__path="its model", reference__layout__data_parallel=2,
         bus__advanced__compress=["ragged/token_ids"],
     )  # fmt: skip
-    of_rank = ModelRank(settings, paths, World(rank, journal), context("reference", rank), events)
-    logprobs_task.main(of_rank, logprobs_task.of_reference(settings))
+    at = World(rank, journal), context("reference", rank), Events()
+    logprobs_task.main(ModelRank(settings, paths, *at), logprobs_task.of_reference(settings))
     [(_, (model, megatron, *_), _)] = journal.of("MegatronScorer")
     assert str(model.path) == "its model" and megatron.layout.data_parallel == 2
-    [(_, (_, scorer, reader, duties, _, columns), _)] = journal.of("run")
-    assert (scorer, reader, columns) == ("MegatronScorer", closing, [])
+    [(_, (_, _, _, duties, _, _), _)] = journal.of("run")
     assert type(duties) is Duties if rank else duties is closing
     assert len(journal.of("closed")) == 2 - rank and journal[-1] == ("barrier",)
-    assert [e["step"] for e in events.of("phases")] == [0] * (rank == 0)
     if rank == 0:
-        assert [phase.name for phase in events.of("phases")[0]["phases"]] == ["model"]
         [(_, (bus, name, provenance), how)] = journal.of("SidecarWriter")
-        assert (bus, name) == (paths.bus, "reference-0")
+        assert (bus, name, provenance["model"]) == (paths.bus, "reference-0", "its model")
         assert how == {"compress": ["ragged/token_ids"]}
-        assert (provenance["model"], provenance["start"]) == ("its model", 3)
-        [(_, (found, column, writer, _, credits, _, _), _)] = journal.of("ScorerRank0")
+        [(_, (found, column, *_), _)] = journal.of("ScorerRank0")
         assert (found.layout.data_parallel, column) == (2, "ragged/ref_logprobs")
-        assert (writer, credits) == ("SidecarWriter", "CreditTail")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -203,9 +188,12 @@ def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, mo
     journal, paths, events = Journal(), RunPaths(tmp_path), Events()
     made = SimpleNamespace(make_up=lambda: journal.note("made up"))
     resumed, rank0 = SimpleNamespace(position=DataPosition(1, 2, 3)), SimpleNamespace(position="at")
-    fake(monkeypatch, sft_task, journal, "trainer_of", "SftRank0", SftRank0=rank0)
+    last_save = SimpleNamespace(close=lambda: journal.note("last save closed"))
+    fake(
+        monkeypatch, sft_task, journal, "trainer_of", "SftRank0", "tell_parameters", "LastSave",
+        "run", SftRank0=rank0, LastSave=last_save,
+    )  # fmt: skip
     fake(monkeypatch, training, journal, "init_torch", "Saving", Saving=made)
-    fake(monkeypatch, sft_task, journal, "tell_parameters")
     monkeypatch.setattr(sft_task.tokenizers, "load", lambda path: "tokenizer")
 
     class Documents:
@@ -224,25 +212,15 @@ def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, mo
     monkeypatch.setattr(sft_task.document_check, "open_files", lambda config: files)
     fake(monkeypatch, sft_task.document_check, journal, "check_share")
     fake(monkeypatch, sft_task.saving, journal, "checkpoints_of", "resume", resume=resumed)
-    last_save = SimpleNamespace(close=lambda: journal.note("last save closed"))
-    fake(monkeypatch, sft_task, journal, "LastSave", LastSave=last_save)
-    fake(monkeypatch, sft_task, journal, "run")
     monkeypatch.setattr(training.torch.distributed, "destroy_process_group", lambda: None)
     task = replace(context(), end="the time limit")
     sft_task.main(ModelRank(SFT, paths, World(rank, journal), task, events))
-    assert journal.of("check_share")[0][1] == (SFT, files, "tokenizer", rank, 2)
-    assert journal.of("checkpoints_of")[0][1][3] is DataPosition
-    assert len(journal.of("tell_parameters")) == (rank == 0)
-    assert journal.of("resume")[0][1] == ("checkpoints_of", "trainer_of", events)
-    [(_, (_, _, _, trainer, checkpoints, saves, _), ends)] = journal.of("Saving")
-    assert (trainer, checkpoints) == ("trainer_of", "checkpoints_of")
-    assert ends == {"num_steps": SFT.num_steps, "source": SFT.model.path}
-    [(_, (settings, _, trained, duties, save, stop), _)] = journal.of("run")
-    assert (settings, trained, save, stop) == (SFT, "trainer_of", made, last_save)
+    [(_, (*_, saves, _), _)] = journal.of("Saving")
+    [(_, (_, _, _, duties, save, stop), _)] = journal.of("run")
+    assert (save, stop) == (made, last_save)
     assert len(journal.of("last save closed")) == len(journal.of("made up")) == 1
-    [(_, (_, saved, by, ending, end), _)] = journal.of("LastSave")
-    assert (saved, by, ending is None) == ("trainer_of", made, rank != 0)
-    assert end == "the time limit"
+    [(_, (_, _, _, ending, end), _)] = journal.of("LastSave")
+    assert (ending is None, end) == (rank != 0, "the time limit")
     if rank:
         assert type(duties) is sft_task.SftDuties and saves is None and not events.all
         return

@@ -1,22 +1,26 @@
-"""The worth of a batch's rows, the ranks that train them, and the batch's figures: by hand."""
+"""Which groups teach, the worth of rows, the ranks that train them, and the figures: by hand."""
 
 import math
+import threading
 
 import numpy as np
 import pytest
 from role_fakes import config
 
+from relax_hpc.algorithms.groups import AsSampled
 from relax_hpc.algorithms.part import Advantage
 from relax_hpc.bus.plan import PlanRecord, ShardRange
 from relax_hpc.bus.reader import BatchIndex
-from relax_hpc.errors import ConfigError
+from relax_hpc.bus.skips import GroupVerdict
+from relax_hpc.errors import BusError, ConfigError
+from relax_hpc.roles.actor.rank0 import Lookout
 from relax_hpc.roles.dealing.portions import (
     Batch,
     Comparison,
     check_errors,
+    judge_of,
     shards_of,
     share_of,
-    split_groups,
     values_of,
 )
 from relax_hpc.schema import FinishReason
@@ -134,22 +138,6 @@ def test_a_group_of_which_all_failed_teaches_nothing_and_is_not_solved():
     assert "reward/mean" not in said and said["reward/errors"] == 1.0
 
 
-def test_masking_is_as_if_what_failed_had_never_been_sampled():
-    """Whatever stands in the failed rows, the others are worth what they are without them."""
-    settings = config(algorithm__advantage__name="grpo", rollout__samples_per_prompt=4).algorithm
-    whole, comparison = index(failed=[1, 8]), Comparison(settings, 4, longest=8, masks_errors=True)
-    found, teaching = values_of(whole, comparison)
-    other, again = values_of(
-        whole._replace(rewards=np.where(whole.reward_error, 7, whole.rewards)), comparison
-    )
-    assert found["advantages"].tolist() == other["advantages"].tolist()
-    assert teaching.tolist() == again.tolist() == [0, 2, 3, 9, 10, 11]
-    kept = [0, 2, 3]
-    alone = BatchIndex(*(column[kept] for column in whole))
-    expected, _ = values_of(alone, Comparison(settings, 3, longest=8))
-    assert found["advantages"][kept].tolist() == expected["advantages"].tolist()
-
-
 def test_a_row_that_is_worth_its_group_s_mean_counts_in_a_group_that_teaches():
     """DAPO's 1 / sum of |o_i| is over all siblings, a 0.5 among 0, 0.5, 1 with them."""
     rewards = [0, 0.5, 1, 0.5, *[0.5] * 4, 1, 0, 0, 0]
@@ -176,11 +164,6 @@ def test_an_algorithm_that_cannot_do_without_a_sibling_is_refused_by_name():
         check_errors(settings)
     with pytest.raises(ConfigError, match=r"set reward.on_error to \"zero\""):
         values_of(index(failed=[0]), Comparison(settings, 4, longest=8, masks_errors=True))
-
-
-def test_a_measured_reference_without_a_coefficient_keeps_no_row_for_it():
-    [micro_batches] = batch_of(index(), reference__placement="actor").deal(record()).micro_batches
-    assert sorted(row for rows in micro_batches for row in rows) == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
 def test_every_rank_has_the_advantages_of_its_own_rows_and_micro_batches_within_the_budget():
@@ -221,12 +204,9 @@ def test_mini_batches_are_whole_groups_in_order_and_alike_on_all_ranks(ranks):
     """Of three groups the second teaches nothing: with two, each is a mini-batch of its own."""
     for asked, groups in ((1, [[0, 2]]), (2, [[0], [2]]), (3, [[0], [2]])):
         batch = batch_of(
-            index(),
-            algorithm__mini_batches=asked,
-            schedule__prompts_per_step=3,
-            actor__tokens_per_micro_batch=12,
-            actor__layout__data_parallel=ranks,
-        )
+            index(), algorithm__mini_batches=asked, schedule__prompts_per_step=3,
+            actor__tokens_per_micro_batch=12, actor__layout__data_parallel=ranks,
+        )  # fmt: skip
         portion = batch.deal(record())
         sizes = portion.mini_batches
         assert bool(sizes) is (asked > 1)
@@ -236,19 +216,6 @@ def test_mini_batches_are_whole_groups_in_order_and_alike_on_all_ranks(ranks):
             assert rows == [4 * group + sibling for group in expected for sibling in range(4)]
         assert not any(portion.micro_batches)
         assert batch.describe(5)["batch/micro_batches"] == sum(sizes) or not sizes
-
-
-def test_a_batch_without_a_row_that_teaches_has_no_mini_batches():
-    batch = batch_of(index([1] * 12), algorithm__mini_batches=2)
-    portion = batch.deal(record())
-    assert (portion.micro_batches, portion.mini_batches) == ([[]], [])
-
-
-def test_mini_batches_of_as_many_groups_as_can_be():
-    groups = np.repeat([0, 1, 3, 4, 5], [2, 1, 3, 1, 2])
-    found = [part.tolist() for part in split_groups(groups, 3)]
-    assert found == [[0, 1, 2], [3, 4, 5, 6], [7, 8]]
-    assert [part.tolist() for part in split_groups(groups, 1)] == [list(range(9))]
 
 
 def test_parts_of_a_reward_are_means_over_the_episodes_of_the_batch_that_have_them():
@@ -298,18 +265,10 @@ PLACES = [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (0, 0), (0, 1), (1, 0)
 WORTH = [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1]
 
 
-def index_of_several(rewards=WORTH, oldest=(3,) * 11):
-    return BatchIndex(
-        guid=np.array([0] * 6 + [1] * 5),
-        sibling=np.array([sibling for sibling, _ in PLACES], np.int32),
-        segment=np.array([segment for _, segment in PLACES], np.int32),
-        rewards=np.array(rewards, np.float32),
-        reward_error=np.zeros(len(rewards), np.uint8),
-        prompt_len=np.full(11, 2, np.int32),
-        response_len=np.arange(1, 12, dtype=np.int32),
-        policy_version_min=np.array(oldest, np.int32),
-        policy_version_max=np.full(11, 4, np.int32),
-        finish=np.zeros(11, np.uint8),
+def index_of_several(oldest=(3,) * 11):
+    sibling, segment = np.array(PLACES, np.int32).T
+    return index(WORTH, [2] * 11, [*range(1, 12)], oldest)._replace(
+        guid=np.array([0] * 6 + [1] * 5), sibling=sibling, segment=segment
     )
 
 
@@ -366,16 +325,123 @@ def test_an_episode_counts_as_cut_off_whichever_of_its_sequences_was(truncated):
     assert trained == ([0, 3, 4, 5] if truncated == "mask" else list(range(6)))
 
 
-def test_the_load_of_a_rank_is_of_all_portions_before():
-    """Of three portions with 90, 80 and 40 tokens, for two ranks."""
-    uneven = index([1, 0, 0, 0], [1] * 4, [59, 9, 9, 9])
-    even = index([1, 0, 0, 0], [1] * 4, [19, 19, 19, 19], guid=1)
-    last = index([1, 0, 0, 0], [1] * 4, [9, 9, 9, 9], guid=2)
-    batch = batch_of(uneven, even, last, actor__layout__data_parallel=2)
-    sums = [0, 0]
-    for number, tokens in enumerate(([60, 10, 10, 10], [20] * 4, [10] * 4)):
-        portion = batch.deal(record(1, number, last=number == 2))
-        for rank in range(2):
-            sums[rank] += sum(tokens[row] for row in share_of(portion, rank).rows)
-    assert sum(sums) == 90 + 80 + 40
-    assert batch.describe(5)["batch/imbalance"] == pytest.approx(max(sums) / (sum(sums) / 2) - 1)
+REFILL = {"algorithm__groups__name": "refill", "rollout__samples_per_prompt": 4}
+DAPO = {"algorithm__preset": "dapo", "algorithm__groups__truncated": "penalty"}
+CUT = FinishReason.LENGTH
+
+
+def verdicts(found, **settings):
+    return judge_of(config(**REFILL, **settings))(found)
+
+
+def cut(found, *rows):
+    finish = found.finish.copy()
+    finish[list(rows)] = CUT
+    return found._replace(finish=finish)
+
+
+def test_groups_teach_whose_rewards_differ_and_the_others_are_solved_or_not():
+    found = index([1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0])
+    assert verdicts(found) == [
+        GroupVerdict(True, False, 0.5),
+        GroupVerdict(False, True, 1.0), GroupVerdict(False, False, 0.0)
+    ]  # fmt: skip
+    assert verdicts(found, reward__advanced__solved_at=0)[2].solved
+    assert judge_of(config(algorithm__groups__name="as_sampled")) is None
+
+
+def test_an_episode_without_a_reward_is_no_difference():
+    found = index([1, 0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 1], failed=[1, 4, 5, 6, 7, 8, 10])
+    masked = verdicts(found, reward__on_error="mask")
+    assert masked == [GroupVerdict(False, True, 1.0), GroupVerdict(False, False, None), masked[2]]
+    assert masked[2] == GroupVerdict(False, True, 1.0)
+    assert [verdict.teaches for verdict in verdicts(found)] == [True, False, True]
+
+
+def test_the_rows_of_an_episode_count_once():
+    """Groups of four rows here are two episodes of two."""
+    found = index([1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0])
+    found = found._replace(segment=np.array([0, 1] * 6, np.int32))
+    settings = {**REFILL, "rollout__samples_per_prompt": 2}
+    assert [v.teaches for v in judge_of(config(**settings))(found)] == [True, False, False]
+
+
+def test_a_cut_response_is_compared_and_not_trained_on():
+    """It was wrong: its siblings are better than the mean that it belongs to."""
+    found = cut(index([0, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0]), 0, 4, 5, 6, 7)
+    mask = {"algorithm__groups__truncated": "mask"}
+    portion = batch_of(found, **mask).deal(record())
+    assert share_of(portion, 0).rows == [1, 2, 3, 8, 9, 10, 11]
+    assert portion.columns["advantages"][:4].tolist() == [-0.75, 0.25, 0.25, 0.25]
+    kept = batch_of(found, algorithm__groups__truncated="keep").deal(record())
+    assert share_of(kept, 0).rows == [0, 1, 2, 3, 8, 9, 10, 11]
+    said = verdicts(found, **mask)
+    assert [(v.teaches, v.truncated) for v in said] == [(True, False), (False, True), (True, False)]
+    alone = cut(index([1, 0, 1, 0] * 3), 0, 1, 2, 3, 4, 5, 6)
+    assert [v.teaches for v in verdicts(alone, **mask)] == [False, True, True]
+
+
+def test_the_penalty_grows_linearly_over_the_buffer():
+    """L = 100, B = 20: 80 tokens cost nothing, 85 a quarter, 100 all."""
+    penalty = {
+        "algorithm__groups__truncated": "penalty", "algorithm__groups__overlong_buffer": 20,
+        "rollout__max_new_tokens": 100,
+    }  # fmt: skip
+    found = index([1] * 12, responses=[80, 85, 90, 100, 10, 20, 80, 1, 100, 100, 100, 100])
+    portion = batch_of(found, **penalty, actor__tokens_per_micro_batch=400).deal(record())
+    centred = np.array([0, -0.25, -0.5, -1]) + 1.75 / 4
+    np.testing.assert_allclose(portion.columns["advantages"][:4], centred, rtol=1e-6)
+    assert [v.reward for v in verdicts(found, **penalty)] == [1, 1, 1]  # of the task alone
+    assert AsSampled(truncated="penalty").buffer(20_480) == 4096  # DAPO's
+
+
+def test_a_penalty_sets_nobody_apart_whose_rewards_agree_and_stays_in_groups_that_differ():
+    """DAPO's eq. 11, L = 1000: all right, all wrong, and half, one 100 tokens too long."""
+    long = {**DAPO, "rollout__max_new_tokens": 1000}
+    lengths = [100, 100, 100, 801, 100, 100, 1000, 900, 100, 100, 100, 900]
+    found = index([1, 1, 1, 1, -1, -1, -1, -1, 1, -1, -1, 1], responses=lengths)
+    said = verdicts(found, **long)
+    assert [(v.teaches, v.solved) for v in said] == [(False, True), (False, False), (True, False)]
+    batch = batch_of(found, **long, actor__tokens_per_micro_batch=9000)
+    portion = batch.deal(record())
+    # 1, -1, -1 and 1 - (900 - 800) / 200 = 0.5: their mean is -1/8
+    deviation = math.sqrt((1.125**2 + 2 * 0.875**2 + 0.625**2) / 3)
+    expected = np.array([1.125, -0.875, -0.875, 0.625]) / deviation
+    np.testing.assert_allclose(portion.columns["advantages"][8:], expected, rtol=1e-5)
+    assert batch.describe(5)["groups/teaching"] == 1 / 3
+
+
+def test_a_long_response_in_a_dialogue_or_a_buffer_too_long_or_unused_is_refused():
+    with pytest.raises(ConfigError, match=r"truncated = 'penalty': an episode of rollout\.env"):
+        config(algorithm__groups__truncated="penalty", rollout__environment="two.py:Turns")
+    with pytest.raises(ConfigError, match=r"overlong_buffer = 300: is longer than rollout\.max"):
+        config(algorithm__groups__truncated="penalty", algorithm__groups__overlong_buffer=300)
+    with pytest.raises(ConfigError, match=r"overlong_buffer is of truncated = 'penalty'"):
+        config(algorithm__groups__overlong_buffer=30)
+
+
+class Sequencer:
+    def __init__(self, error=None):
+        self.error, self.looked = error, threading.Semaphore(0)
+
+    def look(self):
+        self.looked.release()
+        if self.error:
+            raise self.error
+
+
+def test_a_lookout_looks_until_it_is_closed_or_fails_and_raises_where_it_is_asked():
+    sequencer = Sequencer()
+    lookout = Lookout(sequencer, every_s=0)
+    for _ in range(3):
+        assert sequencer.looked.acquire(timeout=20)
+    lookout.check()
+    lookout.close()
+    assert not lookout._thread.is_alive()
+    sequencer = Sequencer(BusError("damaged"))
+    lookout = Lookout(sequencer, every_s=0)
+    assert sequencer.looked.acquire(timeout=20)
+    lookout._thread.join(timeout=20)
+    with pytest.raises(BusError, match="damaged"):
+        lookout.check()
+    lookout.close()

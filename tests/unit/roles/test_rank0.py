@@ -5,14 +5,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from role_fakes import CheckpointPart, Events, Journal, NobodyElse, config, row
+from role_fakes import Events, Journal, NobodyElse, config, index_of, row
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.plan import PlanPosition, PlanRecord, ShardRange
 from relax_hpc.bus.producer import Producer
-from relax_hpc.bus.reader import BatchIndex, Reader
+from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.errors import FencedError
 from relax_hpc.roles.actor import loop
@@ -91,16 +90,11 @@ class FakeReader:
         return {}
 
     def index(self, record):
-        count = len(record.guids)
-        columns = {
-            "guid": np.repeat(record.guids, 2), "sibling": [0, 1] * count,
-            "segment": [0, 0] * count,
-            "rewards": np.array([1.0, 0.0] * count, np.float32), "prompt_len": [2, 2] * count,
-            "reward_error": [0, 0] * count,
-            "response_len": [3, 1] * count, "policy_version_min": [2, 1] * count,
-            "policy_version_max": [2, 1] * count, "finish": [0, 0] * count,
-        }  # fmt: skip
-        return BatchIndex(**{name: np.array(values) for name, values in columns.items()})
+        pairs = (
+            (row(n, 0, reward=1.0, version=2), row(n, 1, response=1, version=1))
+            for n in record.guids
+        )
+        return index_of([each for pair in pairs for each in pair])
 
 
 class FakeCheckpoints:
@@ -265,19 +259,6 @@ def test_the_record_of_a_step_says_what_its_batch_was_like_and_no_other():
     assert {"time/wait", "time/read"} <= third.keys()
 
 
-class Trainer:
-    step = 0
-
-    def checkpoint_part(self, *, copy):
-        return CheckpointPart({"weight": str(self.step)})
-
-    def damage(self, folder):
-        return None if (folder / "weight").exists() else f"{folder / 'weight'}: is not there"
-
-    def load(self, folder):
-        self.step = int((folder / "weight").read_text())
-
-
 @pytest.mark.parametrize(("steps", "released"), [((), 0), ((2, 8), 2), ((5, 9), 3)])
 def test_what_the_critic_has_no_checkpoint_behind_is_not_released(steps, released):
     journal = Journal()
@@ -286,9 +267,7 @@ def test_what_the_critic_has_no_checkpoint_behind_is_not_released(steps, release
     assert journal == [("release", released)]
 
 
-class Both(Trainer):
-    """A rank of a model over two."""
-
+class Both:
     dp_rank, skip, costs, step = 0, None, {}, 0
 
     def accumulate(self, rows, micro_batches, objective, *, last, mini_batches):
@@ -316,7 +295,7 @@ def test_ranks_that_wait_for_rank_0_hear_from_it_while_it_waits_for_rollout(tmp_
 
     def rank(number):
         world = connect(
-            "files", rank=number, size=2, rendezvous=tmp_path / "ranks", secret=secret, timeout_s=3
+            "files", rank=number, size=2, rendezvous=tmp_path / "ranks", secret=secret, timeout_s=2
         )
         reader, duties = Reader(bus), ActorOtherRank(NobodyElse(Journal()))
         if number == 0:
@@ -332,7 +311,7 @@ def test_ranks_that_wait_for_rank_0_hear_from_it_while_it_waits_for_rollout(tmp_
 
     with ThreadPoolExecutor(2) as threads:
         ranks = [threads.submit(rank, number) for number in range(2)]
-        time.sleep(5)
+        time.sleep(3.5)
         with Producer(bus, "rollout-0", {}) as producer:
             producer.put([PromptGroup(0, [row(0, 0), row(0, 1, reward=1.0)])])
         for each in ranks:

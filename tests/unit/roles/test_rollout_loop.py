@@ -1,29 +1,33 @@
-"""The rollout loop and its shards' events: what exactly is asked of whom."""
+"""The rollout loop, its shards' events, and why it waits: what exactly is asked of whom."""
 
 import asyncio
+import errno
 import itertools
 import sys
 from collections import deque
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import episode_fakes
-import numpy as np
 import pytest
 from episode_fakes import answer
 from role_fakes import Events, Journal, config, row
 
+from relax_hpc.bus import durable
 from relax_hpc.bus.credits import Credit, Owed
+from relax_hpc.bus.durable import BusFullError
 from relax_hpc.bus.layout import Deal, Deals
 from relax_hpc.data.source import Prompt
 from relax_hpc.environments.record import EpisodeRecord
 from relax_hpc.errors import EngineUnfitError, RelaxError
 from relax_hpc.inference.generation import Sampling
+from relax_hpc.roles.rollout import loop
 from relax_hpc.roles.rollout import loop as loop_module
 from relax_hpc.roles.rollout.episodes import seed_of
 from relax_hpc.roles.rollout.folders import Folders
 from relax_hpc.roles.rollout.loop import publish
-from relax_hpc.schema import MediaKind, Medium, PromptGroup
+from relax_hpc.schema import PromptGroup
 
 STEPS = 3
 
@@ -36,14 +40,7 @@ def owned_below(end, rank, size, committed, start):
 
 @pytest.mark.parametrize(
     ("start", "rank", "owned"),
-    [
-        (0, 0, [0, 2, 4, 6, 8]),
-        (0, 1, [1, 3, 5, 7, 9]),
-        (3, 0, [4, 6, 8]),
-        (3, 1, [3, 5, 7, 9]),
-        (4, 0, [4, 6, 8]),
-        (4, 1, [5, 7, 9]),
-    ],
+    [(0, 0, [0, 2, 4, 6, 8]), (3, 0, [4, 6, 8]), (3, 1, [3, 5, 7, 9]), (4, 1, [5, 7, 9])],
 )
 def test_a_task_owns_every_prompt_of_its_rank_from_any_start_on(start, rank, owned):
     assert owned_below(10, rank, 2, set(), start) == owned
@@ -95,22 +92,29 @@ class Credits:
         return self.credit._replace(finished=put >= self.count) if self.credit else None
 
 
-def run(*, version=2, committed=(), again=(), credit=None, count=4, rank=1, **settings):
-    journal, events = Journal(), Events()
+def play(sampler, folder, credits, **settings):
+    """The events of a whole run."""
     made = config(
         seed=3, schedule__num_steps=STEPS, schedule__prompts_per_step=4, schedule__max_staleness=1,
-        engines__rollout__count=2, rollout__temperature=0.6, rollout__advanced__groups_per_shard=1,
-        algorithm__groups__name="as_sampled", **settings
+        rollout__temperature=0.6, rollout__advanced__groups_per_shard=1, **settings,
     )  # fmt: skip
     prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer=str(i)) for i in range(12)]
-    sampler = Sampler(version, journal)
-    arguments = (prompts, [Prompt(1, [9], "h")], sampler, lambda *_: 1.0)
-    credit = credit or Credit(step=version, policy_version=version)
-    credits = Credits(sampler, count, credit)
-    folder = Folder(journal, committed, again, task=rank, size=2)
-    loop = episode_fakes.run(made, *arguments, folder, credits, events)
+    score, events = lambda *_: 1.0, Events()
+    heldout = [Prompt(1, [9], "h")]
+    loop = episode_fakes.run(made, prompts, heldout, sampler, score, folder, credits, events)
     asyncio.run(asyncio.wait_for(loop, 20))
-    return journal, events
+    return events
+
+
+PAIR = {"engines__rollout__count": 2, "algorithm__groups__name": "as_sampled"}
+
+
+def run(*, version=2, committed=(), again=(), credit=None, count=4):
+    journal = Journal()
+    sampler = Sampler(version, journal)
+    credit = credit or Credit(step=version, policy_version=version)
+    folder = Folder(journal, committed, again, task=1, size=2)
+    return journal, play(sampler, folder, Credits(sampler, count, credit), **PAIR)
 
 
 def asked(journal):
@@ -163,17 +167,7 @@ def test_what_is_owed_again_does_not_wait_behind_what_has_to_wait_for_a_newer_po
             sampler.now = STEPS if len(put) == 6 else 0
             return Credit(finished=len(put) == 6, owed=owed)
 
-    made = config(
-        schedule__num_steps=STEPS, schedule__prompts_per_step=4, schedule__max_staleness=1,
-        engines__rollout__count=2, rollout__advanced__groups_per_shard=1,
-        algorithm__groups__name="as_sampled",
-    )  # fmt: skip
-    prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer=str(i)) for i in range(12)]
-    folder = Folder(journal, again=[7, 5], task=1, size=2)
-    loop = episode_fakes.run(
-        made, prompts, [Prompt(1, [9], "h")], sampler, lambda *_: 1.0, folder, Later(), Events()
-    )
-    asyncio.run(asyncio.wait_for(loop, 20))
+    play(sampler, Folder(journal, again=[7, 5], task=1, size=2), Later(), **PAIR)
     assert asked(journal) == [1, 3, 5, 7, 7, 5]
 
 
@@ -187,13 +181,13 @@ def test_a_task_that_starts_late_begins_where_nothing_is_retired_and_deletes_wha
 def test_the_first_policy_and_the_last_are_evaluated_and_no_other():
     journal, events = run(version=0, credit=Credit(), count=4)
     assert [e["when"] for e in events.of("eval")] == ["before", "after"]
-    journal, events = run(version=3, credit=Credit(step=3, policy_version=3), count=6)
+    journal, events = run(version=3, count=6)
     assert [(e["when"], e["version"]) for e in events.of("eval")] == [("after", 3)]
     assert journal[-1][1] == [9] and journal[-1][3] == Sampling(0.0, 256, max_tokens=1 << 20)
 
 
 def test_a_start_that_finds_training_over_waits_for_the_last_policy_and_evaluates_it_once():
-    journal, events = Journal(), Events()
+    journal = Journal()
 
     class Late(Sampler):
         """An engine of which the trainer hears only after a while."""
@@ -208,18 +202,13 @@ def test_a_start_that_finds_training_over_waits_for_the_last_policy_and_evaluate
         def latest(self):
             return Credit(step=STEPS, policy_version=STEPS, finished=True)
 
-    made = config(schedule__num_steps=STEPS)
-    loop = episode_fakes.run(
-        made, [], [Prompt(0, [9], "h")], Late(STEPS, journal), lambda *_: 1.0,
-        Folder(journal), Over(), events,
-    )  # fmt: skip
-    asyncio.run(asyncio.wait_for(loop, 20))
+    events = play(Late(STEPS, journal), Folder(journal, committed=range(12)), Over())
     assert [(e["when"], e["version"]) for e in events.of("eval")] == [("after", STEPS)]
     assert [given for _, given, *_ in journal.of("sample")] == [[9]]
 
 
 def test_a_task_goes_on_if_a_trainer_comes_back_that_has_lost_the_last_step():
-    journal, events = Journal(), Events()
+    journal = Journal()
     sampler = Sampler(1, journal)
 
     class Back:
@@ -237,23 +226,13 @@ def test_a_task_goes_on_if_a_trainer_comes_back_that_has_lost_the_last_step():
                 owed=[Owed(5, "u5")] * is_back,
             )  # fmt: skip
 
-    made = config(
-        schedule__num_steps=STEPS, schedule__prompts_per_step=4, schedule__max_staleness=1,
-        rollout__advanced__groups_per_shard=1,
-    )  # fmt: skip
-    prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer=str(i)) for i in range(12)]
-    folder = Folder(journal, committed=range(12), again=[5])
-    loop = episode_fakes.run(
-        made, prompts, [Prompt(0, [9], "h")], sampler, lambda *_: 1.0,
-        folder, Back(), events,
-    )  # fmt: skip
-    asyncio.run(asyncio.wait_for(loop, 20))
+    events = play(sampler, Folder(journal, committed=range(12), again=[5]), Back())
     assert journal.of("put") == [("put", [5])]
     assert [e["when"] for e in events.of("eval")] == ["after"]
 
 
 def test_a_group_that_was_under_way_when_training_seemed_over_is_sampled_all_the_same():
-    journal, events = Journal(), Events()
+    journal = Journal()
 
     class Held(Sampler):
         """Has no answer for prompt 109 before it is asked again."""
@@ -274,21 +253,14 @@ def test_a_group_that_was_under_way_when_training_seemed_over_is_sampled_all_the
             sampler.now = STEPS if is_whole else 2
             return Credit(step=2, policy_version=2, finished=20 < self.looks < 30 or is_whole)
 
-    made = config(
-        schedule__num_steps=STEPS, schedule__prompts_per_step=4, schedule__max_staleness=1,
-        rollout__advanced__groups_per_shard=1,
-    )  # fmt: skip
-    prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer=str(i)) for i in range(12)]
     sampler, credits = Held(2, journal), Back()
-    loop = episode_fakes.run(
-        made, prompts, [Prompt(0, [9], "h")], sampler, lambda *_: 1.0,
-        Folder(journal, committed=range(8)), credits, events,
-    )  # fmt: skip
-    asyncio.run(asyncio.wait_for(loop, 20))
+    play(sampler, Folder(journal, committed=range(8)), credits)
     assert journal.of("put")[-1] == ("put", [9])
 
 
-def test_groups_that_do_not_heed_their_end_hold_up_nobody_and_are_not_asked_for_twice(monkeypatch):
+async def test_groups_that_do_not_heed_their_end_hold_up_nobody_and_are_not_asked_for_twice(
+    monkeypatch,
+):
     monkeypatch.setattr(loop_module, "BREAK_OFF_S", 0.05)
 
     async def deaf():
@@ -296,29 +268,22 @@ def test_groups_that_do_not_heed_their_end_hold_up_nobody_and_are_not_asked_for_
             await heard.wait()
         await heard.wait()
 
-    async def run():
-        owed, stays = deque([9]), asyncio.create_task(deaf())
-        running = {stays: 3}
-        running |= {asyncio.create_task(asyncio.sleep(60)): guid for guid in (7, 5)}
-        await asyncio.sleep(0)
-        await asyncio.wait_for(loop_module._break_off(running, owed), 10)
-        heard.set()
-        await stays
-        return owed, list(running.values())
-
     heard = asyncio.Event()
-    assert asyncio.run(run()) == (deque([5, 7, 9]), [3])
+    owed, stays = deque([9]), asyncio.create_task(deaf())
+    running = {stays: 3}
+    running |= {asyncio.create_task(asyncio.sleep(60)): guid for guid in (7, 5)}
+    await asyncio.sleep(0)
+    await asyncio.wait_for(loop_module._break_off(running, owed), 10)
+    heard.set()
+    await stays
+    assert (owed, list(running.values())) == (deque([5, 7, 9]), [3])
 
 
-def test_a_group_that_is_finished_when_the_rest_is_broken_off_is_kept():
-    async def run():
-        owed, whole = deque([9]), asyncio.create_task(asyncio.sleep(0, "a group"))
-        await whole
-        running = {whole: 3, asyncio.create_task(asyncio.sleep(60)): 7}
-        await loop_module._break_off(running, owed)
-        return owed, running, whole
-
-    owed, running, whole = asyncio.run(run())
+async def test_a_group_that_is_finished_when_the_rest_is_broken_off_is_kept():
+    owed, whole = deque([9]), asyncio.create_task(asyncio.sleep(0, "a group"))
+    await whole
+    running = {whole: 3, asyncio.create_task(asyncio.sleep(60)): 7}
+    await loop_module._break_off(running, owed)
     assert owed == deque([7, 9])
     assert running == {whole: 3} and whole.result() == "a group"
 
@@ -332,19 +297,20 @@ async def exits():
     sys.exit(0)
 
 
+def episodes_of(rollout):
+    environment = SimpleNamespace(rollout=rollout)
+    made = episode_fakes.episodes(config(), Sampler(0, Journal()), lambda *_: 1.0, environment)
+    return made, Prompt(0, [1], "", where="p.jsonl:7")
+
+
 @pytest.mark.parametrize(
     ("ends", "said"), [(cancels_itself, "cancelled itself"), (exits, r"called sys\.exit\(0\)")]
 )
-def test_an_episode_that_ends_its_task_is_an_error_and_no_end_of_the_run(ends, said):
-    environment = SimpleNamespace(rollout=lambda *_: ends())
-    made = episode_fakes.episodes(config(), Sampler(0, Journal()), lambda *_: 1.0, environment)
-    prompt = Prompt(0, [1], "", where="p.jsonl:7")
-
-    async def run():
-        await made.run(prompt, [EpisodeRecord()], made.how(1.0), 0, [0])
+async def test_an_episode_that_ends_its_task_is_an_error_and_no_end_of_the_run(ends, said):
+    made, prompt = episodes_of(lambda *_: ends())
 
     with pytest.raises(RelaxError, match=rf"^p\.jsonl:7: an episode of the environment {said}$"):
-        asyncio.run(run())
+        await made.run(prompt, [EpisodeRecord()], made.how(1.0), 0, [0])
 
 
 def test_what_engines_say_of_a_request_comes_with_its_prompt_and_of_what_kind_it_is():
@@ -353,9 +319,7 @@ def test_what_engines_say_of_a_request_comes_with_its_prompt_and_of_what_kind_it
     async def asks(prompt, session):
         raise EngineUnfitError("http://x: HTTP 500: boom")
 
-    environment = SimpleNamespace(rollout=asks)
-    made = episode_fakes.episodes(config(), Sampler(0, Journal()), lambda *_: 1.0, environment)
-    prompt = Prompt(0, [1], "", where="p.jsonl:7")
+    made, prompt = episodes_of(asks)
     records = [EpisodeRecord(), EpisodeRecord()]
     with pytest.raises(EngineUnfitError, match=r"^p\.jsonl:7, group 31: http://x: HTTP 500: boom$"):
         asyncio.run(made.run(prompt, records, made.how(1.0), 31, [0, 1]))
@@ -371,21 +335,6 @@ def test_a_reward_that_failed_is_in_the_mean_of_a_shard_unless_it_is_masked(mask
     assert first["reward/mean"] == mean
     assert second.get("reward/mean") == (None if masks_errors else 0.0)
     assert [first["num_episodes"], second["num_episodes"]] == [2, 1]
-
-
-def test_the_event_of_a_shard_counts_media_once_and_tokens_of_every_row():
-    shown = Medium(MediaKind.PNG, np.zeros(700, np.uint8), (1, 4, 4), b"a" * 16)
-    other = Medium(MediaKind.WAV, np.zeros(90, np.uint8), canonical_xxh3=b"b" * 16)
-    spans = np.array([[0, 0, 2], [1, 2, 1]], np.int32)
-    rows = [row(5, n)._replace(media=(shown, other), media_spans=spans) for n in range(2)]
-    rows.append(row(5, 2)._replace(media=(shown,), media_spans=spans[:1]))
-    journal, events = Journal(), Events()
-    publish(Folder(journal), [PromptGroup(5, rows)], events)
-    [shard] = events.of("shard")
-    found = {key: shard[key] for key in shard if "media/" in key}
-    assert found == {
-        "rollout/media/number": 2, "rollout/media/bytes": 790, "rollout/media/tokens": 3 + 3 + 2,
-    }  # fmt: skip
 
 
 def test_the_event_of_a_shard_says_what_is_in_it():
@@ -405,3 +354,147 @@ def test_the_event_of_a_shard_says_what_is_in_it():
             "policy_version_min": 0, "policy_version_max": 5, "reward/mean": 0.75,
         }
     ]  # fmt: skip
+
+
+P, NUM_STEPS = 4, 2
+
+
+def job(max_staleness=0, num_steps=NUM_STEPS):
+    schedule = {"num_steps": num_steps, "prompts_per_step": P, "max_staleness": max_staleness}
+    return config(schedule=schedule)
+
+
+def test_the_reason_is_the_one_that_has_to_end_first():
+    """Three steps of four groups, one policy ahead: group 8 needs policy 1, 12 a fourth step."""
+    pace = loop.Pace(job(max_staleness=1, num_steps=3))
+    assert pace.wait_reason(0, None) == "no_engine"
+    assert pace.wait_reason(7, 0) is None
+    assert pace.wait_reason(8, 0) == "max_staleness"
+    assert pace.wait_reason(8, 1) is None
+    assert pace.wait_reason(12, 3) == "last_step"
+    assert pace.wait_reason(12, None) == "last_step", "an engine would change nothing"
+    for guid, version in ((0, 0), (0, None), (8, 0), (12, 3)):
+        assert pace.wait_reason(guid, version, disk_full=True) == "disk_full"
+        assert pace.wait_reason(guid, version, disk_full=True, is_ending=True) == "ending"
+
+
+class Ready:
+    now = None
+
+    async def version(self):
+        return self.now
+
+    async def sample(self, given, draft, how, *, seed, homes):
+        return answer(draft, [1], [-0.5], [(0, self.now)])
+
+
+class Bus(episode_fakes.Folder):
+    def __init__(self, refuses=0):
+        super().__init__()
+        self.refuses = refuses
+
+    def put(self, groups):
+        self.refuses -= 1
+        if self.refuses >= 0:
+            raise BusFullError(Path("shard"), OSError(errno.ENOSPC, "no space left"))
+
+
+class End(episode_fakes.NoEnd):
+    """An end that is announced while the task says that it waits for the trainer, and called off
+    once it has said that it waits for the end."""
+
+    def __init__(self, said, is_announced):
+        self.said, self.is_announced = said, is_announced
+
+    def is_near(self):
+        waits = "waits (max_staleness)" in self.said and "waits (ending)" not in self.said
+        return self.is_announced and waits
+
+
+def follow(script, monkeypatch, folder, *, is_announced=False):
+    """Runs the loop of a task.
+
+    Args:
+        script: from what the task says to the credit and the engines' policy from then on.
+
+    Returns:
+        What it said in turn, and its events.
+    """
+    said, events, sampler = [], Events(), Ready()
+    monkeypatch.setattr(
+        loop.heartbeat, "say", lambda what: None if said[-1:] == [what] else said.append(what)
+    )
+
+    class Credits:
+        credit = Credit()
+
+        def latest(self):
+            if (found := script.pop(said[-1] if said else "", None)) is not None:
+                self.credit, sampler.now = found
+            return self.credit
+
+    prompts = [Prompt(index=i, token_ids=[7], answer="1") for i in range(P * NUM_STEPS)]
+    end, heldout = End(said, is_announced), [Prompt(0, [9], "h")]
+    running = episode_fakes.run(
+        job(), prompts, heldout, sampler, lambda *_: 1.0, folder, Credits(), events, end
+    )
+    asyncio.run(asyncio.wait_for(running, 20))
+    return said, events
+
+
+def credit(step, finished=False):
+    return Credit(step=step, policy_version=step, finished=finished)
+
+
+def test_a_task_says_in_turn_what_it_waits_for(monkeypatch):
+    script = {
+        "waits (no_engine)": (credit(0), 0),
+        "waits (max_staleness)": (credit(1), 1),
+        "waits (last_step)": (credit(2, finished=True), 1),
+        "waits (last_evaluation)": (credit(2, finished=True), 2),
+    }
+    said, events = follow(script, monkeypatch, Bus())
+    assert said == [
+        "waits (no_engine)", "sampling (next: max_staleness)", "waits (max_staleness)",
+        "sampling (next: last_step)", "waits (last_step)", "waits (last_evaluation)",
+    ]  # fmt: skip
+    first, second = events.of("waits")
+    assert first.pop("step") == 1 and second.pop("step") == 2
+    assert first.keys() == {"time/no_engine", "time/sampling", "time/max_staleness"}
+    assert second.keys() == {"time/sampling", "time/last_step"}
+
+
+def test_a_full_disk_and_an_announced_end_are_told_before_what_else_holds(monkeypatch):
+    monkeypatch.setattr(durable, "FULL_RETRY_S", 0.2)
+    script = {"": (credit(0), 0), "waits (ending)": (credit(2, finished=True), 2)}
+    said, _ = follow(script, monkeypatch, Bus(refuses=1), is_announced=True)
+    waits = [each for each in said if each.startswith("waits")]
+    assert waits == [
+        "waits (disk_full)", "waits (max_staleness)", "waits (ending)", "waits (last_evaluation)",
+    ]  # fmt: skip
+
+
+def test_seconds_are_of_what_it_did_until_it_did_something_else(monkeypatch):
+    """In step 1 it samples for 7 s, then waits for 2 s; of step 2 the wait goes on for 4 s."""
+    now, events = [100.0], Events()
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    waits = loop.WaitTimes(events)
+    for seconds, reason, step, is_sampling in (
+        (0, "max_staleness", 0, True), (3, "max_staleness", 0, True),
+        (4, "max_staleness", 0, False), (2, "max_staleness", 1, False),
+        (4, "last_step", 1, True), (1, "last_step", 2, False), (9, "last_step", 2, False),
+    ):  # fmt: skip
+        now[0] += seconds
+        waits.note(reason, step=step, is_sampling=is_sampling)
+    assert events.of("waits") == [
+        {"step": 1, "time/sampling": 7.0, "time/max_staleness": 2.0},
+        {"step": 2, "time/max_staleness": 4.0, "time/sampling": 1.0},
+    ]
+
+
+def test_a_task_that_goes_on_at_a_later_step_has_no_event_of_earlier_ones():
+    events = Events()
+    waits = loop.WaitTimes(events)
+    for step in (5, 5, 6):
+        waits.note("max_staleness", step=step, is_sampling=False)
+    assert [event["step"] for event in events.of("waits")] == [6]

@@ -1,13 +1,13 @@
-"""When a run is saved, what is asked of its checkpoints, and what is noted."""
+"""When a run is saved, what is asked of its checkpoints, when a save counts as done."""
 
 import pytest
-from role_fakes import Events, Journal, config
+from role_fakes import CheckpointPart, Events, Journal, config
 
-from relax_hpc.errors import CheckpointError
+from relax_hpc.errors import CheckpointError, FencedError
 from relax_hpc.runtime.comm.world import SoloWorld
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.trainer.checkpoints import saving
-from relax_hpc.trainer.checkpoints.store import Checkpoint, Saved
+from relax_hpc.trainer.checkpoints.store import PendingSave, Saved, _SaveState
 
 
 class Trainer:
@@ -118,14 +118,6 @@ def test_a_run_whose_last_checkpoint_fails_does_not_end_well(tmp_path):
     assert [event["step"] for event in events.of("checkpoint")] == [8]
 
 
-def test_other_ranks_save_with_rank_0_and_say_nothing(tmp_path):
-    journal = Journal()
-    steps, events, _ = saver(tmp_path, journal, is_rank0=False)
-    steps(*range(1, 11))
-    assert journal.of("save") == [("save", n, None) for n in (4, 8, 10)]
-    assert events.all == []
-
-
 def test_the_model_is_written_for_others_at_its_own_multiples(tmp_path, monkeypatch):
     written = []
 
@@ -151,47 +143,11 @@ def test_the_model_is_written_for_others_at_its_own_multiples(tmp_path, monkeypa
 def test_checkpoints_are_kept_and_waited_for_as_the_settings_say(tmp_path, monkeypatch):
     given = []
     monkeypatch.setattr(saving, "Checkpoints", lambda *args, **kwargs: given.append((args, kwargs)))
-    settings = config(
-        actor__keep_checkpoints=3, actor__keep_every=40,
-        actor__save_every=10, launch__advanced__peer_timeout_s=77,
-    )  # fmt: skip
-    paths = RunPaths(tmp_path)
-
-    def is_valid(position):
-        return True
-
-    timeout_s = settings.launch.advanced.peer_timeout_s
-    saving.checkpoints_of(
-        settings.actor, paths, "world", tuple, timeout_s=timeout_s, is_valid=is_valid, lacks=str
-    )
-    assert given == [
-        (
-            (paths.checkpoints, "world", tuple),
-            {
-                "keep": 3, "keep_every": 40, "beside_training": True, "timeout_s": 77,
-                "is_valid": is_valid, "lacks": str,
-            },
-        )
-    ]  # fmt: skip
-
-
-def test_a_resume_is_noted_with_every_checkpoint_that_was_passed_over():
-    class Found:
-        def __init__(self, found):
-            self.found = found
-
-        def resume(self, trainer, on_torn):
-            on_torn(9, "names is not there")
-            return self.found
-
-    events = Events()
-    checkpoint = Checkpoint(None, 6, None)
-    assert saving.resume(Found(checkpoint), None, events) is checkpoint
-    torn = ("checkpoint_torn", {"step": 9, "message": "names is not there"})
-    assert events.all == [torn, ("resume", {"step": 6})]
-    events = Events()
-    assert saving.resume(Found(None), None, events) is None
-    assert events.all == [torn]
+    made = config(actor__keep_checkpoints=3, actor__keep_every=40, actor__save_every=10).actor
+    how = {"timeout_s": 77, "is_valid": bool, "lacks": str}
+    saving.checkpoints_of(made, RunPaths(tmp_path), "world", tuple, **how)
+    [(_, found)] = given
+    assert found == how | {"keep": 3, "keep_every": 40, "beside_training": True}
 
 
 def test_a_save_at_the_end_of_a_job_is_of_the_step_and_made_once(tmp_path):
@@ -237,3 +193,60 @@ def test_an_export_whose_writer_was_killed_is_made_up_for(tmp_path, monkeypatch,
     hf.mkdir(parents=True)
     steps.save.make_up()
     assert len(written) == made, "it is there"
+
+
+class World:
+    """Two ranks; this one hears what the test says of the other."""
+
+    size = 2
+
+    def __init__(self, rank=0):
+        self.rank, self.other = rank, _SaveState(True, None, None)
+
+    def allgather(self, mine):
+        return [mine, self.other] if self.rank == 0 else [self.other, mine]
+
+
+class Source:
+    step = 6
+
+    def checkpoint_part(self, *, copy):
+        return CheckpointPart({"weight": "12345"})
+
+
+def begin(folder, world, publish=lambda: None):
+    save = PendingSave.begin(Source(), folder / "draft", world, publish, copy=True, timeout_s=20)
+    assert save._ended.wait(20)
+    return save
+
+
+def test_a_save_is_not_done_while_a_rank_still_writes_from_its_copy(tmp_path):
+    world = World()
+    save = begin(tmp_path, world)
+    world.other = _SaveState(False, None, None)
+    assert save.poll() is None
+    world.other = _SaveState(True, None, None)
+    saved = save.poll()
+    assert (saved.step, saved.num_bytes, saved.failure) == (6, 5, None)
+
+
+def test_another_rank_takes_what_rank_0_says_and_publishes_nothing(tmp_path):
+    world, published = World(rank=1), []
+    save = begin(tmp_path, world, lambda: published.append(True))
+    assert save.poll() is None  # rank 0 has not published it yet
+    world.other = _SaveState(True, None, done := Saved(6, num_bytes=10))
+    assert save.poll() is done and save.wait() is done
+    assert published == []
+
+
+@pytest.mark.parametrize("error", [CheckpointError("disk full"), FencedError("took over")])
+def test_a_failure_of_another_rank_is_everybodys_and_a_fence_ends_the_actor(tmp_path, error):
+    world = World()
+    save = begin(tmp_path, world)
+    world.other = _SaveState(True, error, None)
+    if isinstance(error, FencedError):
+        with pytest.raises(FencedError):
+            save.poll()
+    else:
+        assert str(save.poll()) == "disk full"
+    assert save._cancelled.is_set()

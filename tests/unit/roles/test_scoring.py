@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from role_fakes import Events, Journal, row
+from role_fakes import Events, Journal, Rank1, row
 
 from relax_hpc.bus.credits import Credit
 from relax_hpc.bus.durable import FULL_RETRY_S, BusFullError
@@ -165,25 +165,6 @@ def test_what_finds_no_space_is_kept_and_nothing_new_is_scored_until_it_is_writt
 def test_when_training_is_over_nothing_more_is_scored():
     mine, _ = rank0_of(Journal(), [pending(0)], Credit(step=5, finished=True))
     assert mine.next_task(0, Timers()) is None
-
-
-class Rank1:
-    rank, size = 1, 2
-
-    def __init__(self, told, replica):
-        self.told, self.replica, self.given = list(told), replica, []
-
-    def bcast(self, value):
-        assert value is None
-        return self.told.pop(0)
-
-    def split(self, color):
-        assert color == 1
-        return self.replica
-
-    def allgather(self, value):
-        self.given.append(value)
-        return [{}, value]
 
 
 class Replica:

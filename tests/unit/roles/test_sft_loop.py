@@ -4,14 +4,11 @@ import math
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 from role_fakes import Journal, row
 
-from relax_hpc.algorithms.composition import cross_entropy
 from relax_hpc.config.run import SftRunConfig
 from relax_hpc.data.documents import Document
-from relax_hpc.errors import TrainingError
 from relax_hpc.roles.sft import loop as sft
 from relax_hpc.roles.sft.loop import HeldoutLoss, RankBatch, deal, heldout_loss
 from relax_hpc.runtime.comm.world import SoloWorld
@@ -117,16 +114,6 @@ def test_a_resumed_run_does_not_measure_the_first_policy_again_and_a_finished_on
     assert [entry[0] for entry in journal] == ["gather", "gathered", "export"]
 
 
-def test_updates_that_are_skipped_too_often_end_the_run():
-    trainer = Trainer(journal := Journal())
-    trainer.skip = SimpleNamespace(
-        reason="loss is nan", samples=(), num_samples=0, in_a_row=99, is_model=False
-    )
-    with pytest.raises(TrainingError, match="99 updates in a row"):
-        run(journal, trainer=trainer)
-    assert journal[-2:] == [("update", 1), ("skipped", 1)]  # neither saved nor exported
-
-
 class Rank1:
     """A world of two data-parallel ranks; told what rank 0 has dealt."""
 
@@ -177,15 +164,6 @@ def test_the_held_out_loss_is_of_trained_tokens_and_counts_a_document_of_two_ran
 
     measured = heldout_loss(World(), Scorer(), RankBatch(rows, [[1], [0]]))
     assert measured == HeldoutLoss(math.fsum([3, 4, 2]) / 5, 5)
-
-
-def test_the_loss_is_the_negative_log_likelihood_of_trained_tokens():
-    logprobs = torch.tensor([-1.0, -2.0, float("-inf")], requires_grad=True)
-    packed = SimpleNamespace(loss_mask=torch.tensor([True, True, False]))
-    output = cross_entropy(logprobs, packed)
-    assert output.loss.item() == 3.0 and output.metrics == {}
-    output.loss.backward()
-    assert logprobs.grad.tolist() == [-1, -1, 0]
 
 
 def document(line, size, trained):

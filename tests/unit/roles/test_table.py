@@ -8,19 +8,12 @@ from types import SimpleNamespace
 import pytest
 from role_fakes import config
 
-from relax_hpc.config.job_file import validate
 from relax_hpc.config.run import JobConfig
-from relax_hpc.errors import ConfigError
 from relax_hpc.launch import preflight, script
-from relax_hpc.launch.placement import Component, place
+from relax_hpc.launch.placement import place
 from relax_hpc.roles import table
 from relax_hpc.roles.role import Place, Role
 from relax_hpc.sections import Resources
-
-SFT = {
-    "name": "run", "model": {"path": "m"},
-    "sft": {"train": "t", "num_steps": 3, "batch_size": 2},
-}  # fmt: skip
 
 
 def judge(**fields):
@@ -41,23 +34,6 @@ def add(monkeypatch):
     return add
 
 
-def names(settings):
-    return [(role.name, place.component) for role, place in table.places(settings)]
-
-
-def test_both_kinds_of_job_come_out_of_the_table():
-    rl = [("rollout", "rollout"), ("actor", "actor"), ("reference", "reference")]
-    assert names(config(reference__placement="own")) == rl
-    assert names(config()) == rl[:2]
-    assert names(validate(SFT, source="test")) == [("sft", "actor")]
-
-
-def test_the_role_of_a_component_is_found_also_of_one_that_joins_a_running_job():
-    found = {name: table.role_of(config(), name).name for name in ("actor", "rollout", "extra")}
-    assert found == {"actor": "actor", "rollout": "rollout", "extra": "engine"}
-    assert table.role_of(validate(SFT, source="test"), "actor").name == "sft"
-
-
 def test_who_adds_columns_is_a_writer_of_sidecars_and_the_producer_is_none(add):
     assert table.sidecar_writers(config()) == {}
     add(writes="critic")
@@ -66,6 +42,7 @@ def test_who_adds_columns_is_a_writer_of_sidecars_and_the_producer_is_none(add):
 
 
 def test_a_role_that_is_added_is_placed_and_has_a_table_in_profiles(add, tmp_path):
+    assert table.role_of(config(), "extra").name == "engine", "that joins a running job"
     add()
     site = tmp_path / "site.toml"
     site.write_text('partition = "a"\n[judge]\npartition = "b"\n')
@@ -83,14 +60,6 @@ def test_a_role_that_is_added_is_in_the_script_with_its_environment(add, write):
     rest, step = text.split("component_2() {")
     assert "/runs/r judge --start" in step and 'env JUDGES="${JUDGES:-2}"' in step
     assert "judge" not in rest.split("supervise() {")[-1]
-
-
-def test_nodes_beyond_its_own_are_for_a_row_that_is_scalable(add):
-    add(is_scalable=True, places=lambda _: [Place("judge", 1, Resources(max_nodes=2))])
-    *_, last = place(config())
-    preflight.check_max_nodes(last)
-    with pytest.raises(ConfigError, match="only rollout or judge can be scaled"):
-        preflight.check_max_nodes(Component("actor", 1, Resources(max_nodes=2)))
 
 
 def test_preflight_asks_every_row_and_goes_on_with_what_it_returns(monkeypatch):
@@ -113,12 +82,6 @@ def test_preflight_asks_every_row_and_goes_on_with_what_it_returns(monkeypatch):
     monkeypatch.setattr(table, "ROLES", rows)
     assert preflight.check(settings, [], use_slurm=False) == after["b"]
     assert asked == [("a", settings, "shape"), ("b", after["a"], "shape")]
-
-
-def test_a_place_beside_nothing_is_refused(add):
-    add(places=lambda _: [Place("judge", 1, Resources(), beside="critic")])
-    with pytest.raises(ConfigError, match="judge: is to run beside critic"):
-        place(config())
 
 
 def test_the_table_is_read_without_torch_or_engines():
