@@ -331,8 +331,12 @@ def convert(
     devices.hush()
     cpu.install()
     from relax_hpc.trainer.checkpoints import convert as conversion
+    from relax_hpc.trainer.checkpoints import gguf_file
 
     folder = Path(what)
+    if folder.suffix == ".gguf":
+        echo(gguf_file.convert(folder, to, out))
+        return
     if not folder.exists():
         folder = run_dir_of(what)
     echo(conversion.convert(folder, to, out=out, step=step, model=model))

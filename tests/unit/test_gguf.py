@@ -10,7 +10,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.trainer.checkpoints.convert import convert
+from relax_hpc.trainer.checkpoints.gguf_file import convert
 
 LAYERS, HIDDEN, FFN, HEADS, KV = 2, 64, 96, 4, 2
 Q = gguf.GGMLQuantizationType
@@ -89,7 +89,7 @@ def test_weights_are_bitwise_those_that_transformers_reads_of_the_file(
     tmp_path, architecture, head
 ):
     file = write(tmp_path / "model.gguf", architecture, head=head)
-    out = convert(file, "hf", out=tmp_path / "hf", step=None, model=None)
+    out = convert(file, "hf", tmp_path / "hf")
     ours = load_file(out / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.config.tie_word_embeddings == (head == "missing")
@@ -105,7 +105,7 @@ def test_weights_are_bitwise_those_that_transformers_reads_of_the_file(
 
 def test_an_output_layer_that_is_the_embedding_again_is_tied_and_the_finer_one_is_taken(tmp_path):
     file = write(tmp_path / "model.gguf", head="tied")
-    out = convert(file, "hf", out=tmp_path / "hf", step=None, model=None)
+    out = convert(file, "hf", tmp_path / "hf")
     ours = load_file(out / "model.safetensors")
     tensors = {each.name: each for each in gguf.GGUFReader(file).tensors}
     finer = gguf.dequantize(tensors["output.weight"].data, Q.Q8_0)
@@ -125,7 +125,7 @@ def test_an_output_layer_that_is_the_embedding_again_is_tied_and_the_finer_one_i
 def test_a_file_that_is_no_model_to_train_is_refused_and_leaves_nothing(tmp_path, how, said):
     file = write(tmp_path / "model.gguf", **how)
     with pytest.raises(ConfigError, match=said):
-        convert(file, "hf", out=tmp_path / "hf", step=None, model=None)
+        convert(file, "hf", tmp_path / "hf")
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
@@ -139,6 +139,6 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path, what):
         "an error page": b"<!DOCTYPE html><title>404</title>" * 99,
     }[what])  # fmt: skip
     with pytest.raises(ConfigError, match="is no GGUF file, or not all of one"):
-        convert(file, "hf", out=tmp_path / "hf", step=None, model=None)
+        convert(file, "hf", tmp_path / "hf")
     with pytest.raises(ConfigError, match="--to megatron: a GGUF file is converted to hf"):
-        convert(file, "megatron", out=tmp_path / "hf", step=None, model=None)
+        convert(file, "megatron", tmp_path / "hf")

@@ -272,7 +272,7 @@ def _last_line(error: Exception) -> str:
     return str(error).strip().splitlines()[-1]
 
 
-class Door:
+class DoorEnd:
     """The owner's end of a door."""
 
     def __init__(self, hear: Callable[[str, Any], None]) -> None:
@@ -348,7 +348,7 @@ class Door:
             self._changed.notify_all()
 
 
-class DoorProcess(Door):
+class DoorProcess(DoorEnd):
     """Starts the process, and ends it."""
 
     def __init__(self, name: str, key: bytes, hear: Callable[[str, Any], None]) -> None:
@@ -403,7 +403,7 @@ class DoorProcess(Door):
             self._changed.notify_all()
 
 
-class DoorThread(Door):
+class DoorThread(DoorEnd):
     """Serves ranks of this process's own world, which MPI has begun."""
 
     def __init__(self, name: str, key: bytes, hear: Callable[[str, Any], None]) -> None:

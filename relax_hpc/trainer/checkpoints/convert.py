@@ -20,7 +20,6 @@ from relax_hpc.runtime.files.scratch import scratch_folder
 from relax_hpc.runtime.files.storage import FULL
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.trainer.checkpoints import store
-from relax_hpc.trainer.checkpoints.gguf_file import GgufFile
 from relax_hpc.trainer.megatron import checkpoint_files, hf_stream, hf_weights
 from relax_hpc.trainer.megatron.checkpoint_files import MANIFEST, Box, StoredCheckpoint
 from relax_hpc.trainer.megatron.layers import lora as layers
@@ -37,7 +36,7 @@ def convert(what: Path, to: str, *, out: Path | None, step: int | None, model: P
     """Converts weights, and returns the folder of the result.
 
     Args:
-        what: a run directory, a checkpoint, a Hugging Face folder, or a GGUF file.
+        what: a run directory, a checkpoint, or a Hugging Face folder.
         to: the format of the result: hf, megatron or peft, which is adapters alone.
         out: must not exist; where a run is converted to hf, its hf/step_<step> by default.
         step: of the checkpoint of a run; the newest by default.
@@ -48,17 +47,12 @@ def convert(what: Path, to: str, *, out: Path | None, step: int | None, model: P
         CheckpointError: the checkpoint is incomplete.
     """
     _refuse_unless(to in _FORMATS, f"--to {to}: unknown; it is one of {', '.join(_FORMATS)}")
-    if what.suffix == ".gguf":
-        _refuse_unless(to == "hf", f"--to {to}: a GGUF file is converted to hf")
-        out = _free(out, f"{what}: say with --out where the folder is to be")
-        from_gguf(what, out)
-        return out
     if to == "megatron":
         _refuse_unless(
             (what / "config.json").is_file(), f"{what}: has no config.json; --to megatron "
             "converts a Hugging Face folder",
         )  # fmt: skip
-        out = _free(out, f"{what}: say with --out where the checkpoint is to be")
+        out = find_free(out, f"{what}: say with --out where the checkpoint is to be")
         to_megatron(what, out)
         return out
     folder, run = _checkpoint(what, step)
@@ -73,7 +67,7 @@ def convert(what: Path, to: str, *, out: Path | None, step: int | None, model: P
     default = run.hf(saved_step) if to == "hf" and run and saved_step is not None else None
     if out is None and default is not None and run is not None:
         permissions.check_change(run, "say with --out where to write")
-    out = _free(out or default, f"{folder}: say with --out where to write")
+    out = find_free(out or default, f"{folder}: say with --out where to write")
     write = to_hf if to == "hf" else to_peft
     write(folder, model, out)
     return out
@@ -96,7 +90,7 @@ def _checkpoint(what: Path, step: int | None) -> tuple[Path, RunPaths | None]:
     return what, next((run for run in above if run.config.is_file()), None)
 
 
-def _free(out: Path | None, otherwise: str) -> Path:
+def find_free(out: Path | None, otherwise: str) -> Path:
     if out is None:
         raise ConfigError(otherwise)
     taken = out.exists() or out.is_symlink()
@@ -134,20 +128,8 @@ def to_hf(checkpoint: Path, model: Path, out: Path) -> None:
         for parameter, key in keys
         for tensor in hf_stream.unpack(parameter, _merge(stored, parameter, key))
     )
-    with _appearing(out) as draft:
+    with appear(out) as draft:
         hf_folder.write(draft, tensors, model)
-
-
-def from_gguf(file: Path, out: Path) -> None:
-    """Writes a Hugging Face folder with the weights of a GGUF file, in bfloat16.
-
-    Raises:
-        ConfigError: the file is not whole, or not of a model that is read.
-    """
-    model = GgufFile(file)
-    with scratch_folder("gguf") as head, _appearing(out) as draft:
-        model.write_head(head)
-        hf_folder.write(draft, model.stream(head), head)
 
 
 def to_peft(checkpoint: Path, model: Path, out: Path) -> None:
@@ -187,7 +169,7 @@ def to_peft(checkpoint: Path, model: Path, out: Path) -> None:
         "bias": "none",
         "inference_mode": True,
     }
-    with _appearing(out) as draft:
+    with appear(out) as draft:
         draft.mkdir()
         save_file(tensors, draft / "adapter_model.safetensors", {"format": "pt"})
         (draft / "adapter_config.json").write_text(
@@ -221,7 +203,7 @@ def to_megatron(model: Path, out: Path) -> None:
     with HfFiles(model) as files:
         check_names(files, shape, parameters(shape))
         check_shapes(files, parameters(shape))
-        with _appearing(out) as draft:
+        with appear(out) as draft:
             draft.mkdir()
             dtype = files.dtype(FAMILIES[shape.model_type].kept)
             checkpoint_files.write_part(draft, 0, _boxes(files, parameters(shape), dtype), {})
@@ -230,7 +212,7 @@ def to_megatron(model: Path, out: Path) -> None:
 
 
 @contextmanager
-def _appearing(out: Path) -> Iterator[Path]:
+def appear(out: Path) -> Iterator[Path]:
     """Yields a temporary name for a folder, which the end of the block renames to `out`.
 
     The name is unique, also among concurrent conversions into `out`. Remains of a killed one are

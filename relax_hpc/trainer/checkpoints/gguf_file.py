@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.runtime.files.scratch import scratch_folder
+from relax_hpc.trainer.checkpoints.convert import appear, find_free
+from relax_hpc.trainer.models import hf_folder
 from relax_hpc.trainer.models.registry import parameters, read_architecture
 
 ARCHITECTURES = {
@@ -28,6 +31,22 @@ _LARGEST = 1e4
 """No weight of a model comes near; scales read from a wrong place do."""
 _ALIKE = 0.98
 """Least correlation of two quantised copies of one matrix."""
+
+
+def convert(file: Path, to: str, out: Path | None) -> Path:
+    """Writes a Hugging Face folder with the weights of a file, in bfloat16, and returns it.
+
+    Raises:
+        ConfigError: the file is not whole, or not of a model that is read; `out` exists.
+    """
+    if to != "hf":
+        raise ConfigError(f"--to {to}: a GGUF file is converted to hf")
+    out = find_free(out, f"{file}: say with --out where the folder is to be")
+    model = GgufFile(file)
+    with scratch_folder("gguf") as head, appear(out) as draft:
+        model.write_head(head)
+        hf_folder.write(draft, model.stream(head), head)
+    return out
 
 
 class GgufFile:

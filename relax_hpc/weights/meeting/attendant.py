@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from relax_hpc.errors import EngineError
 from relax_hpc.inference.client import EngineClient
-from relax_hpc.runtime.comm.mpi_door import Door, door_type
+from relax_hpc.runtime.comm.mpi_door import DoorEnd, door_type
 from relax_hpc.runtime.files.records import follow, read_json, write_json
 from relax_hpc.runtime.files.run_secret import RunSecret
 from relax_hpc.runtime.paths import RunPaths
@@ -87,7 +87,7 @@ class Attendant:
     def _write(self, answer: JoinAnswer) -> None:
         write_json(self._paths.joined(answer.id), answer._asdict())
 
-    def _open(self) -> Door:
+    def _open(self) -> DoorEnd:
         return self._make(self._task, self._key, self._hear)
 
     def _come(self, port: str, library: str) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 from relax_hpc.errors import EngineError
 from relax_hpc.inference.members import Engines, Member
-from relax_hpc.runtime.comm.mpi_door import Door, DoorProcess
+from relax_hpc.runtime.comm.mpi_door import DoorEnd, DoorProcess
 from relax_hpc.runtime.files.records import write_json
 from relax_hpc.runtime.files.run_secret import RunSecret
 from relax_hpc.runtime.paths import RunPaths
@@ -26,7 +26,7 @@ class MpiCarrier:
     way: CarrierName = "mpi"
 
     def __init__(
-        self, paths: RunPaths, secret: RunSecret, door: Callable[..., Door] = DoorProcess
+        self, paths: RunPaths, secret: RunSecret, door: Callable[..., DoorEnd] = DoorProcess
     ) -> None:
         """Args:
         door: `DoorThread`, where one world of MPI holds all tasks.
