@@ -36,7 +36,7 @@ def arguments(*options, environment=None, **keys):
 
 def shown(said):
     """The lines of the episode, and the one of what came of it."""
-    lines = said.splitlines()
+    lines = [line for line in said.splitlines() if not line.startswith("weights: ")]
     [outcome] = [line for line in lines if line.startswith("played")]
     until = lines.index(next(line for line in lines if "are trained on" in line or line == outcome))
     return lines[:until], outcome

@@ -102,8 +102,10 @@ class GgufFile:
         """Writes config.json, generation_config.json and the tokenizer into a folder."""
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-        where = {"pretrained_model_name_or_path": self.path.parent, "gguf_file": self.path.name}
-        config = AutoConfig.from_pretrained(**where)
+        folder_of_file, name = self.path.parent, self.path.name
+        config = AutoConfig.from_pretrained(
+            folder_of_file, gguf_file=name, local_files_only=True, trust_remote_code=False
+        )
         config.tie_word_embeddings = self.is_tied
         config.architectures = [ARCHITECTURES[self.architecture]]
         config.dtype = torch.bfloat16
@@ -115,7 +117,10 @@ class GgufFile:
             for name in ("bos", "eos", "pad")
         }
         GenerationConfig(**tokens).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder_of_file, gguf_file=name, local_files_only=True, trust_remote_code=False
+        )
+        tokenizer.save_pretrained(folder)
 
     def stream(self, folder: Path) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights that config.json in `folder` asks for, in bfloat16.
