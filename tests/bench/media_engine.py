@@ -38,8 +38,6 @@ from relax_hpc.runtime.files.scratch import scratch_folder
 
 AIM = 5.0
 """Requests per second, by those of PNG."""
-ENCODED_AIM = 1.05
-"""Times that an image is encoded, at most."""
 _TOKEN = secrets.token_hex(16)
 _SILENCE_S = 600.0
 _TEXT = "What is in the middle of the picture?"
@@ -54,8 +52,6 @@ class Work(NamedTuple):
     side: int = 1024
     """Pixels of a side of an image."""
     repeats: int = 3
-    workers: int | None = None
-    """Processes that decode; None is one for each core, eight at most."""
 
     @property
     def requests(self) -> int:
@@ -67,11 +63,6 @@ class Figures(NamedTuple):
 
     ours: list[float]
     stock: list[float]
-    encode: list[float]
-    """CPU seconds to encode the images of a turn as PNG, each for every sibling."""
-    encoded: list[float]
-    """Times that an image was encoded, our way, at most: the requests for which the engine
-    computed some token of it, by images."""
 
 
 def measure(
@@ -91,24 +82,19 @@ def measure(
             python=python,
         ) as engine:
             figures = asyncio.run(_take(engine.url, model, work))
-    return rows(figures, work)
+    return _rows(figures, work)
 
 
-def rows(figures: Figures, work: Work) -> list[ReportRow]:
-    """Requests per second of both, the ratio that of each turn, and what PNG costs a client."""
+def _rows(figures: Figures, work: Work) -> list[ReportRow]:
+    """Requests per second of both, the ratio that of each turn."""
     ratio = statistics.median(b / a for a, b in zip(figures.ours, figures.stock, strict=True))
     speeds = [work.requests / statistics.median(each) for each in (figures.ours, figures.stock)]
     name = f"{work.images} x {work.siblings} requests, {work.side} x {work.side}"
-    return [
-        ReportRow(name, speeds[0], "requests/s", "PNG, encoded before", speeds[1], ratio, AIM),
-        ReportRow("an image is encoded, at most", max(figures.encoded), "times", aim=ENCODED_AIM),
-        ReportRow("a turn of ours, files decoded", statistics.median(figures.ours), "s"),
-        ReportRow("CPU for the PNG of a turn, per sample", statistics.median(figures.encode), "s"),
-    ]
+    return [ReportRow(name, speeds[0], "requests/s", "PNG, encoded before", speeds[1], ratio, AIM)]
 
 
 async def _take(url: str, model: Path, work: Work) -> Figures:
-    return await _Turns(url, model, work).all()
+    return await _Turns(url, model, work).all()  # made where a loop runs
 
 
 class _Photo(NamedTuple):
@@ -142,40 +128,29 @@ class _Turns:
 
     async def all(self) -> Figures:
         """Takes all turns; the first does not count: processes start, kernels are made."""
-        figures = Figures([], [], [], [])
-        async with MediaWorkers(self._recipe, Decoders(self._work.workers)) as workers:
+        figures = Figures([], [])
+        async with MediaWorkers(self._recipe, Decoders(None)) as workers:
             for turn in range(self._work.repeats + 1):
-                photos, encode_s = await self._drawn(turn)
-                figures.encode.append(self._work.siblings * encode_s)
-                ours, before = [self._ours(each, turn, workers) for each in photos], self._missed
+                photos = await self._drawn(turn)
+                ours = [self._ours(each, turn, workers) for each in photos]
                 figures.ours.append(await self._timed(ours))
-                figures.encoded.append((self._missed - before) / len(photos))
                 figures.stock.append(await self._timed([self._stock(each) for each in photos]))
         await self._pool.aclose()
         await self._http.aclose()
         return Figures(*(each[1:] for each in figures))
 
-    @property
-    def _missed(self) -> int:
-        """Images so far that the engine had not, or not whole, computed for an earlier request."""
-        (load,) = self._pool.loads
-        return load.counts.num_media - load.counts.num_media_cached
-
-    async def _drawn(self, turn: int) -> tuple[list[_Photo], float]:
-        """The images of a turn, and CPU seconds to encode each as PNG once."""
+    async def _drawn(self, turn: int) -> list[_Photo]:
+        """The images of a turn."""
         numbers = range(turn * self._work.images, (turn + 1) * self._work.images)
-        drawn = await asyncio.gather(*(asyncio.to_thread(self._draw, n) for n in numbers))
-        return [photo for photo, _ in drawn], sum(seconds for _, seconds in drawn)
+        return await asyncio.gather(*(asyncio.to_thread(self._draw, n) for n in numbers))
 
-    def _draw(self, number: int) -> tuple[_Photo, float]:
+    def _draw(self, number: int) -> _Photo:
         side = self._work.side
         data = encoded(pixels(number, side, side), "JPEG")
         source = MediaSource(f"photo {number}", "image", data=data)
         array = canonical(measure_medium(source, self._recipe), self._recipe).array[0]
-        begin = time.thread_time()
         png = base64.b64encode(encoded(array.astype(np.uint8), "PNG")).decode()
-        seconds = time.thread_time() - begin
-        return _Photo(source, f"data:image/png;base64,{png}"), seconds
+        return _Photo(source, f"data:image/png;base64,{png}")
 
     async def _timed(self, asked: Sequence[Coroutine[Any, Any, None]]) -> float:
         """Seconds until all are answered, by an engine that knows no prefix of them."""

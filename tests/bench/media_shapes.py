@@ -1,4 +1,4 @@
-"""Models that see, without weights, and photos that are drawn: as large as real ones in a file."""
+"""Models that see or hear, as large as real ones but without weights; photos as large in a file."""
 
 import io
 from pathlib import Path
@@ -8,82 +8,78 @@ import numpy as np
 import numpy.typing as npt
 
 from relax_hpc.cli.bench.shapes import users_folder
+from relax_hpc.cli.demo import models
 from relax_hpc.config.prompts import MediaConfig
 from relax_hpc.data.media.recipe import Recipe, read_recipe
 from relax_hpc.errors import ConfigError
-from relax_hpc.runtime.files.records import write_json
+from relax_hpc.runtime.files.records import read_json, write_json
 
-PLACEHOLDERS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *PLACEHOLDERS]
-_FIRST_SPECIAL = 256
-"""Number of tokens before: the bytes."""
-_PATCHES = {
-    "patch_size": 16, "merge_size": 2, "temporal_patch_size": 2, "image_mean": [0.5] * 3,
-    "image_std": [0.5] * 3, "processor_class": "Qwen3VLProcessor",
+_ROPE = {
+    "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20],
+    "mrope_interleaved": True,
 }  # fmt: skip
-_IMAGES = _PATCHES | {
-    "image_processor_type": "Qwen2VLImageProcessorFast",
-    "size": {"shortest_edge": 65536, "longest_edge": 16777216},
-}
-_VIDEOS = _PATCHES | {
-    "video_processor_type": "Qwen3VLVideoProcessor", "fps": 2, "min_frames": 4, "max_frames": 768,
-    "size": {"shortest_edge": 4096, "longest_edge": 25165824},
+_TEXT = {
+    "vocab_size": 151936, "head_dim": 128, "num_attention_heads": 32,
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_parameters": _ROPE,
 }  # fmt: skip
-
-
-def _config(text: dict[str, Any], vision: dict[str, Any], sections: list[int]) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections}
-    ids = dict(zip(PLACEHOLDERS, range(_FIRST_SPECIAL + 3, _FIRST_SPECIAL + 7), strict=True))
-    return {
-        "architectures": ["Qwen3VLForConditionalGeneration"],
-        "model_type": "qwen3_vl",
-        "tie_word_embeddings": True,
-        "vision_start_token_id": ids["<|vision_start|>"],
-        "vision_end_token_id": ids["<|vision_end|>"],
-        "image_token_id": ids["<|image_pad|>"],
-        "video_token_id": ids["<|video_pad|>"],
-        "text_config": text | {
-            "model_type": "qwen3_vl_text", "hidden_act": "silu", "rms_norm_eps": 1e-6,
-            "attention_bias": False, "tie_word_embeddings": True, "eos_token_id": 258,
-            "pad_token_id": 256, "rope_parameters": rope | {"mrope_interleaved": True},
-        },
-        "vision_config": vision | {
-            "model_type": "qwen3_vl", "hidden_act": "gelu_pytorch_tanh", "in_channels": 3,
-            "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
-            "out_hidden_size": text["hidden_size"],
-        },
-    }  # fmt: skip
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-vl-4b": _config(
-        {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728,
-         "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-         "head_dim": 128, "max_position_embeddings": 262144},
-        {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16,
-         "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17]},
-        [24, 20, 20],
-    ),
-    "tiny": _config(
-        {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 160,
-         "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "head_dim": 32, "max_position_embeddings": 4096},
-        {"depth": 4, "hidden_size": 48, "intermediate_size": 80, "num_heads": 2,
-         "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1, 2]},
-        [6, 5, 5],
-    ),
+_MOE = _TEXT | {
+    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
 }  # fmt: skip
-"""config.json of what can be measured; `tiny` is for machines without a GPU."""
+_SEES = {
+    "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
+    "out_hidden_size": 2048, "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}  # fmt: skip
+_HEARS = {
+    "num_mel_bins": 128, "d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20,
+    "encoder_ffn_dim": 5120, "output_dim": 2048, "downsample_hidden_size": 480, "n_window": 50,
+    "n_window_infer": 800,
+}  # fmt: skip
+_PARTS = "text_config", "vision_config", "audio_config"
+SHAPES: dict[str, tuple[models.MediaKind, *tuple[dict[str, Any], ...]]] = {
+    "qwen3-vl-4b": ("vl",
+        _TEXT | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+                 "num_key_value_heads": 8},
+        _SEES | {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096,
+                 "out_hidden_size": 2560, "deepstack_visual_indexes": [5, 11, 17]}),
+    "qwen3-vl-30b-a3b": ("vl-moe", _MOE, _SEES),
+    "qwen3-omni-30b-a3b": ("omni",
+        _MOE | {"intermediate_size": 768, "vocab_size": 152064, "max_position_embeddings": 65536,
+                "rope_parameters": _ROPE | {"rope_theta": 1e6}},
+        _SEES, _HEARS),
+    "tiny": ("vl",),
+}  # fmt: skip
+"""Kind, and what config.json says of each part; `tiny` is for machines without a GPU."""
+_PIXELS = 64 * 64, 16384 * 32 * 32
+"""Of an image, at least and at most; job files bound it further."""
 
 
-def model_folder(shape: str, folder: Path) -> Path:
-    """Returns the folder of a model that sees: one of the user's, or written to `folder`."""
+def model_folder(shape: str, folder: Path, **text: int) -> Path:
+    """Returns the folder of a model: one of the user's, or written to `folder`.
+
+    That has files, tokenizer and weights of the tiny model of its kind, but for sizes; `text` are
+    further ones of its language model.
+    """
     if found := users_folder(shape, SHAPES):
         return found
-    write_json(folder / "config.json", SHAPES[shape])
-    write_json(folder / "preprocessor_config.json", _IMAGES)
-    write_json(folder / "video_preprocessor_config.json", _VIDEOS)
-    _write_tokenizer(folder)
+    kind, *sizes = SHAPES[shape]
+    tokens, made, save = models.make_media_model(kind, 0)
+    save(folder, made, tokens)
+    config = read_json(folder / "config.json") or {}
+    parts = config.get("thinker_config", config)
+    for name, size in zip(_PARTS, sizes, strict=False):
+        parts[name] |= size
+    if sizes:
+        for of_the_tiny_one in ("layer_types", "num_local_experts"):
+            parts["text_config"].pop(of_the_tiny_one, None)
+    parts["text_config"] |= text
+    write_json(folder / "config.json", config)
+    file, (least, most) = folder / "preprocessor_config.json", _PIXELS
+    size = {"size": {"shortest_edge": least, "longest_edge": most}}
+    bounds = {"min_pixels": least, "max_pixels": most} if kind == "omni" else size
+    write_json(file, (read_json(file) or {}) | bounds)
     return folder
 
 
@@ -93,23 +89,6 @@ def recipe_of(folder: Path) -> Recipe:
     if recipe is None:
         raise ConfigError(f"--shape {folder}: the model reads text only; use one that sees")
     return recipe
-
-
-def _write_tokenizer(folder: Path) -> None:
-    """Writes a tokenizer of bytes with the tokens of media, whose ids are those of `SHAPES`."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(s, normalized=False, special=True) for s in _SPECIAL])
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    made.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    made.save_pretrained(folder)
 
 
 Format = Literal["JPEG", "PNG"]

@@ -1,30 +1,28 @@
-"""The tower that sees, with random weights, on this machine's GPU or CPU: speed and memory.
+"""The trainer's tower that sees, with random weights, on this machine's GPU or CPU: its speed.
 
-It is the tower of the trainer, encoded by the trainer's own `Encoder`, without a language model.
 Hugging Face's tower has the same weights and is given the same patches.
 """
 
-import json
-import multiprocessing
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from media_shapes import model_folder, recipe_of
+from torch import Tensor
 
 from relax_hpc.cli.bench.report import ReportRow
-from relax_hpc.cli.bench.shapes import run_to_end
-from relax_hpc.errors import ConfigError
-from relax_hpc.runtime.files.run_secret import RunSecret
+from relax_hpc.data.media.patches import patches
+from relax_hpc.runtime.files.records import read_json
 from relax_hpc.runtime.files.scratch import scratch_folder
-from relax_hpc.trainer.megatron.costs import training_flops
-from relax_hpc.trainer.models.architecture import Architecture
+from relax_hpc.trainer.models.registry import read_architecture
+from relax_hpc.trainer.models.towers import Frame, Places, VisionTower
 
-SIBLINGS = 8
-"""Rows of a prompt group, which are shown one image."""
 Size = tuple[int, int]
 """Height and width of an image in pixels."""
+_SPEED_AIM, _RATIO_AIM = 290e3, 1.8
 
 
 class Work(NamedTuple):
@@ -34,70 +32,123 @@ class Work(NamedTuple):
     """(images, their size) whose forward is timed."""
     small: tuple[int, Size] = (256, (256, 256))
     """Images whose forward and backward is compared with Hugging Face's."""
-    memory: Sequence[int] = (8, 16, 32, 64)
-    """Numbers of images whose peak memory is measured."""
-    memory_size: Size = (1024, 1024)
     tower_patches: int = 8192
     """Patches that go through the tower at once; see `actor.advanced.tower_patches`."""
     repeats: int = 5
-    shared: bool = False
-    """Two ranks are measured without a second GPU, too."""
-    sampled_tokens: int = 1000
-    """Tokens of a response, for the share of a step."""
-    mfu: float = 0.45
-    """Share of the GPU's peak that the language model trains at, for the share of a step."""
 
 
-class Task(NamedTuple):
-    """The work of a process that has the device."""
-
-    work: Work
-    model: Path
-    folder: Path
-
-    @property
-    def secret(self) -> Path:
-        return self.folder / "secret"
-
-    @property
-    def results(self) -> Path:
-        return self.folder / "rows.json"
-
-
-def language_seconds(shape: Architecture, tokens: int, flops_per_s: float) -> float:
-    """Seconds of the language model for the forward and backward of a group of rows of so many
-    tokens, at so many operations per second."""
-    return training_flops(shape, [tokens] * SIBLINGS) / flops_per_s
-
-
-def share(tower_s: float, language_s: float) -> float:
-    """Returns the part of both that the tower takes."""
-    return tower_s / (tower_s + language_s)
-
-
-def measure(shape: str, work: Work) -> list[ReportRow]:
-    """Measures in processes of their own, whose memory is free afterwards: of one rank and, where
-    there is a second GPU, of two that share the images out.
-    """
+def measure(shape: str, work: Work) -> Iterator[ReportRow]:
+    """Rows as they come; `shape` names one of `media_shapes.SHAPES` or a model's folder."""
     with scratch_folder("bench") as folder:
-        task = Task(work, model_folder(shape, folder), folder)
-        recipe_of(task.model)
-        RunSecret.create(task.secret)
-        spawn = multiprocessing.get_context("spawn")
-        for ranks in (1, 2) if work.shared or torch.cuda.device_count() > 1 else (1,):
-            run_to_end(
-                [spawn.Process(target=_run, args=(task, rank, ranks)) for rank in range(ranks)]
-            )
-            if not task.results.exists():
-                raise ConfigError("the process of the towers failed; its error is above")
-        return [ReportRow(*row) for row in json.loads(task.results.read_text(encoding="utf-8"))]
+        bench = _Bench(model_folder(shape, folder), work)
+        for count, size in work.large:
+            yield bench.forward(count, size)
+        yield from bench.beside_hugging_face(*work.small)
 
 
-def _run(task: Task, rank: int, ranks: int) -> None:
-    """Imports Megatron-core as a task of a run does, and only here."""
-    from relax_hpc.trainer.megatron import cpu
+class _Bench:
+    def __init__(self, model: Path, work: Work) -> None:
+        from relax_hpc.trainer.megatron import cpu
 
-    cpu.install()
-    import media_tower_rank
+        cpu.install()  # before Megatron-core is imported
+        from relax_hpc.trainer.megatron.layers import attention_kernels
 
-    media_tower_rank.run(task, rank, ranks)
+        self._model, self._work, self._on_gpu = model, work, torch.cuda.is_available()
+        self._device = torch.device("cuda" if self._on_gpu else "cpu")
+        self._dtype = torch.bfloat16 if self._on_gpu else torch.float32
+        shape = read_architecture(model).vision
+        assert shape is not None, "a model that sees"
+        self._shape, self._recipe = shape, recipe_of(model)
+        torch.manual_seed(0)
+        with self._device:
+            kernel = attention_kernels.choose("auto", self._device, self._dtype)
+            of_towers = attention_kernels.of_towers(kernel)
+            self._tower = VisionTower(self._shape, of_towers).to(self._dtype)
+
+    def forward(self, count: int, size: Size) -> ReportRow:
+        images = self._chunks(count, size)
+
+        @torch.no_grad()
+        def once() -> None:
+            for chunk in images:
+                self._ours(*chunk)
+
+        once()
+        seconds = statistics.median(self._timed(once) for _ in range(self._work.repeats))
+        speed = sum(len(each) for each, _ in images) / seconds
+        name = f"forward, {count} x {size[0]} x {size[1]}"
+        return ReportRow(name, speed, "patches/s", aim=_SPEED_AIM if self._on_gpu else None)
+
+    def beside_hugging_face(self, count: int, size: Size) -> Iterator[ReportRow]:
+        images, other = self._chunks(count, size), self._theirs()
+        with torch.no_grad():
+            given = [torch.randn_like(level) for level in self._ours(*images[0])]
+
+        def both_ways(model: Any, features: Callable[..., list[Tensor]]) -> None:
+            model.zero_grad(set_to_none=True)
+            for each in images:
+                levels = features(*each)
+                above = [g[: len(level)] for g, level in zip(given, levels, strict=True)]
+                torch.autograd.backward(levels, above)
+
+        def theirs(each: Tensor, frames: Sequence[Frame]) -> list[Tensor]:
+            grids = torch.tensor([[1, *frame] for frame in frames], device=self._device)
+            out = other(each, grid_thw=grids)
+            return [out.pooler_output, *out.deepstack_features]
+
+        with torch.no_grad():
+            pairs = zip(self._ours(*images[0]), theirs(*images[0]), strict=True)
+            apart = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+        ours_s, theirs_s = list[float](), list[float]()
+        for _ in range(self._work.repeats + 1):
+            ours_s.append(self._timed(lambda: both_ways(self._tower, self._ours)))
+            theirs_s.append(self._timed(lambda: both_ways(other, theirs)))
+        total = sum(len(each) for each, _ in images)
+        ratio = statistics.median(b / a for a, b in zip(ours_s[1:], theirs_s[1:], strict=True))
+        speeds = [total / statistics.median(seconds[1:]) for seconds in (ours_s, theirs_s)]
+        name = f"forward and backward, {count} x {size[0]} x {size[1]}"
+        yield ReportRow(
+            name, speeds[0], "patches/s", "Hugging Face, SDPA", speeds[1], ratio, _RATIO_AIM
+        )
+        yield ReportRow("largest difference from Hugging Face's features", apart, "of the largest")
+
+    def _timed(self, act: Callable[[], object]) -> float:
+        begin = self._now()
+        act()
+        return self._now() - begin
+
+    def _now(self) -> float:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _ours(self, each: Tensor, frames: Sequence[Frame]) -> list[Tensor]:
+        levels: list[Tensor] = self._tower(each, Places.of(frames, self._shape, self._device))
+        return levels
+
+    def _theirs(self) -> Any:
+        """Hugging Face's tower with the same weights."""
+        from transformers import Qwen3VLVisionConfig
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+        record = read_json(self._model / "config.json") or {}
+        config = Qwen3VLVisionConfig(**record["vision_config"])
+        config._attn_implementation = "sdpa"
+        with self._device:
+            other = Qwen3VLVisionModel(config).to(self._dtype)
+        other.load_state_dict(self._tower.state_dict())
+        return other
+
+    def _chunks(self, count: int, size: Size) -> list[tuple[Tensor, list[Frame]]]:
+        """Patches of drawn images, as many at once as the trainer takes."""
+        side = self._shape.patch
+        frame = Frame(size[0] // side, size[1] // side)
+        at_once = max(self._work.tower_patches // frame.patches, 1)
+        found = []
+        for first in range(0, count, at_once):
+            some = min(at_once, count - first)
+            shape = (some, 1, *size, 3)
+            pixels = torch.randint(0, 256, shape, dtype=torch.uint8, device=self._device)
+            cut = [patches(each, self._recipe.image, self._dtype) for each in pixels]
+            found.append((torch.cat(cut), [frame] * some))
+        return found

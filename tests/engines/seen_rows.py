@@ -37,14 +37,8 @@ def make(folder, *, kind="vl", seed=0, deeper=False):
             patch.dict(models.VISION, deepstack_visual_indexes=[0, 1]),
         ):
             return make(folder, kind=kind, seed=seed)
-    if kind == "omni":
-        tokens = models.hearing_tokenizer()
-        whole = models.hearing_model(tokens, seed=seed)
-        model, save = whole.thinker, models.save_hearing
-    else:
-        tokens = models.seeing_tokenizer()
-        whole = model = models.seeing_model(kind, tokens, seed=seed)
-        save = models.save_seeing
+    tokens, whole, save = models.make_media_model(kind, seed)
+    model = whole.thinker if kind == "omni" else whole
     torch.manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -78,19 +78,6 @@ def test_a_request_that_engines_fail_at_ends_while_others_go_on_and_says_why(siz
     assert sum(len(engine.times(POISON)) for engine in engines) == pool.MOST_FAULTS
 
 
-def test_an_engine_that_fails_at_everything_is_not_asked_for_ever():
-    engine = Engine(lambda _: 503)
-
-    async def run():
-        async with pool_of(engine) as pool:
-            both = asyncio.gather(
-                *(pool.sample([n], n, HOW) for n in (2, 3)), return_exceptions=True
-            )
-            return await asyncio.wait_for(both, 20)
-
-    assert all("HTTP 503" in str(error) for error in asyncio.run(run()))
-
-
 def test_one_engine_that_fails_is_not_the_fault_of_a_request_that_others_may_take(monkeypatch):
     """The other one is full, and comes back later; what is sampled counts anew."""
     monkeypatch.setattr(pool, "MOST_FAULTS", 3)

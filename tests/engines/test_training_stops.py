@@ -10,7 +10,6 @@ from relax_hpc.bus.plan import PlanRecord
 from relax_hpc.errors import TrainingError
 from relax_hpc.roles.actor import loop as actor
 from relax_hpc.roles.dealing.portions import Portion
-from relax_hpc.roles.training import duties as skips
 from relax_hpc.runtime.comm.world import SoloWorld
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.trainer.checkpoints import saving
@@ -48,15 +47,6 @@ def test_weights_that_give_no_sample_finite_logprobs_are_told_from_bad_samples(r
         row.token_ids[0] = 120
     assert pool.train(**batch)[0]["skipped"] == 1.0
     assert [skip.is_model for skip in pool.skip()] == [True, True]
-
-
-def test_a_broken_model_ends_training_at_once_and_bad_samples_after_a_while():
-    skips.stop_if_stuck(SimpleNamespace(**vars(BAD), in_a_row=2))
-    with pytest.raises(TrainingError, match="3 updates in a row were skipped"):
-        skips.stop_if_stuck(SimpleNamespace(**vars(BAD), in_a_row=3))
-    broken = SimpleNamespace(**vars(BAD) | {"is_model": True}, in_a_row=1)
-    with pytest.raises(TrainingError, match="its weights are broken"):
-        skips.stop_if_stuck(broken)
 
 
 class Trainer:

@@ -6,7 +6,6 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-import own_parts
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -159,14 +158,6 @@ def surrogate():
     return loss
 
 
-def discounted():
-    """The loss of one's own parts."""
-    return objective_of(algorithm_of(**own_parts.DISCOUNTED)).loss
-
-
-LOSSES = {"discounted": discounted, "surrogate": surrogate}
-
-
 def _deal(lengths, load=None):
     """The micro-batches of every rank, that index these rows."""
     megatron = _state["trainer"]._megatron
@@ -207,14 +198,14 @@ def _of_own(rows, compute):
     return {row: found[row] for batch in micro_batches for row in batch}
 
 
-def train(rows, advantages, num_steps=1, loss="surrogate", num_portions=1, tell_last=True):
+def train(rows, advantages, num_steps=1, num_portions=1, tell_last=True):
     trainer = _state["trainer"]
     for _ in range(num_steps):
         shares = _shares(rows, num_portions)
         for number, (portion, micro_batches) in enumerate(shares, 1):
             chosen = valued([rows[row] for row in portion], advantages[portion])
             last = tell_last and number == len(shares)
-            trainer.accumulate(chosen, micro_batches, Objective(LOSSES[loss]()), last=last)
+            trainer.accumulate(chosen, micro_batches, Objective(surrogate()), last=last)
         metrics = trainer.update()
     return metrics
 

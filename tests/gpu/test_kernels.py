@@ -289,25 +289,6 @@ def test_the_entropys_gradient_is_that_of_float64(alone, float32_logits):
         assert max(errors) < (0.01 if float32_logits else 0.02)
 
 
-def test_the_weights_gradient_is_that_of_torch(alone):
-    torch.manual_seed(0)
-    hidden = torch.randn(3000, 256, device=DEVICE, dtype=torch.bfloat16)
-    weight = (0.1 * torch.randn(5000, 256, device=DEVICE, dtype=torch.bfloat16)).requires_grad_()
-    targets = torch.randint(0, 5000, (3000,), device=DEVICE)
-    upstream = torch.randn(3000, device=DEVICE)
-    wide = weight.detach().double().requires_grad_()
-    table = (hidden.double() @ wide.t()).log_softmax(-1)
-    table.gather(1, targets[:, None])[:, 0].backward(upstream.double())
-    weight.main_grad = torch.ones(5000, 256, device=DEVICE)  # is added to
-    values, _ = logprobs.hidden_logprobs(
-        hidden, weight, targets, LogprobHead(1.0, alone, float32_logits=True)
-    )
-    values.backward(upstream)
-    assert relative(weight.main_grad - 1, wide.grad) < 0.01
-    assert not weight.grad.any()
-    assert weight.grad_added_to_main_grad
-
-
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offload", [0.0, 1.0])
 def test_adam_in_one_pass_is_torchs(offload, kind):

@@ -1,6 +1,5 @@
 """Words on the held-out prompts, and on what announced ends of a job took and wasted."""
 
-import json
 import logging
 from dataclasses import replace
 
@@ -10,7 +9,6 @@ from relax_hpc.config import job_file
 from relax_hpc.roles.rollout.heldout import Begun, Due, HeldoutRow, ScoreBoard, TaskScore
 from relax_hpc.runs import report, status, summary
 from relax_hpc.runs.scale.records import Extra, ScaleState
-from relax_hpc.runtime.files import permissions
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry import history
 from relax_hpc.runtime.telemetry.events import EventWriter
@@ -89,48 +87,6 @@ def test_what_all_tasks_have_scored_stays_so_when_they_are_others_and_the_rest_i
     assert board_of(tmp_path, 2, 3).list_begun("h") == Begun([before, once], [twice])
     assert board_of(tmp_path, 1, 2).list_begun("h") == Begun([before, once], [twice])
     assert board_of(tmp_path, 1, 2).begin(twice) == rows[1:], "it is of so many tasks"
-
-
-def test_a_board_knows_what_its_task_began_and_completed_in_earlier_starts(tmp_path):
-    rows = [HeldoutRow(p, 0, 1.0, {"a": 1.0}, 4, 4, "stop", 1, ["7"], "s") for p in range(3)]
-    before, during = Due("h", "before", 0), Due("h", "during", 12)
-    first, other = board_of(tmp_path, 0, 2), board_of(tmp_path, 1, 2)
-    assert first.begin(before) == first.begin(during) == other.begin(during) == []
-    first.keep(before, rows[:1])
-    first.add(before, TaskScore.of(rows[:1]), rows[:1])
-    first.keep(during, rows[:2])
-    first.keep(during, rows[2:])
-    part = RunPaths(tmp_path).eval_part("h", "during", 12, 0, 2)
-    part.write_text(part.read_text()[:-9])  # killed while it wrote
-    again = board_of(tmp_path, 0, 2)
-    assert again.list_begun("h") == Begun([before], [during])
-    assert other.list_begun("h") == Begun([], [])  # nothing is kept of it
-    assert again.begin(during) == rows[:2]
-    again.keep(during, rows[2:])
-    assert again.begin(during) == rows
-    again.add(during, TaskScore.of(rows), rows)
-    assert again.list_begun("h") == Begun([before, during], []) and not part.exists()
-    first.begin(during)  # killed between the two: the share counts
-    assert again.list_begun("h").left == []
-
-
-def test_every_sample_is_kept_in_a_file_of_the_evaluation_for_the_runs_owner(tmp_path):
-    scores = {(0, 0): 0.0, (0, 1): 1.0, (3, 0): 0.0, (3, 1): 0.0}
-    rows = [
-        HeldoutRow(p, n, score, {"boxed_number": score}, 7 + n, 8, "stop", 3, ["75"], "algebra")
-        for (p, n), score in scores.items()
-    ]
-    with permissions.set_umask(permissions.UMASKS["none"]):
-        for number, kept in ((2, rows), (3, rows[:2])):
-            board = board_of(tmp_path, 1, 2)
-            board.add(Due("hard", "during", number), TaskScore.of(rows), kept)
-    path, next_of_the_same_policy = sorted((tmp_path / "eval").rglob("*.jsonl"))
-    assert len(next_of_the_same_policy.read_text().splitlines()) == 2
-    assert path == tmp_path / "eval" / "hard" / "000007-during-2.1.jsonl"
-    assert path.stat().st_mode & 0o077 == 0
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert {(row["prompt"], row["sample"]): row["score"] for row in found} == scores
-    assert TaskScore.of(rows) == TaskScore(7, 8, 1.0, 4)
 
 
 RUNS = {

@@ -2,39 +2,28 @@
 
 import errno
 import os
-from dataclasses import asdict
-from types import SimpleNamespace
 
 import pytest
 import torch
 from failing_calls import DONE, UNDONE, failing
 from fake_part import NAMES
 from test_checkpoints import Trainer, checkpoints_in
-from test_scaler import House
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.plan import PlanPosition
 from relax_hpc.config.rollout import WeightsConfig
-from relax_hpc.config.run import LaunchConfig
 from relax_hpc.inference import members
 from relax_hpc.inference.members import Member, Roster, RosterEntry
 from relax_hpc.inference.process import spawn
-from relax_hpc.inference.switches import Notes, forget_earlier
 from relax_hpc.launch import requeue
-from relax_hpc.launch.holder import Holder
 from relax_hpc.roles.ending import Ending
 from relax_hpc.roles.engine.host import Parts
-from relax_hpc.roles.idle import Idle
-from relax_hpc.roles.rollout import skips
 from relax_hpc.roles.rollout.folders import digests_of
 from relax_hpc.roles.rollout.heldout import Due, HeldoutRow, ScoreBoard, TaskScore
-from relax_hpc.runs import verdict
-from relax_hpc.runs.scale.records import ScaleRequest
 from relax_hpc.runtime.comm.bucket import BucketPlan, Spec
 from relax_hpc.runtime.comm.world import SoloWorld
-from relax_hpc.runtime.files import permissions, storage
+from relax_hpc.runtime.files import storage
 from relax_hpc.runtime.files.records import read_json, write_json
-from relax_hpc.runtime.files.run_secret import RunSecret
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.trainer.models import hf_folder
 from relax_hpc.weights.pull_snapshot import SnapshotPublisher
@@ -88,15 +77,6 @@ def of_weights(paths):
     return Roster.read(paths).serves("rollout-0", "1"), members.is_with_engines(paths, ATTEMPT)
 
 
-def of_switches(paths):
-    member = Member("rollout-0", "1", "", 1, "embedded", "HEALTHY")
-    for version in (1, 40):  # the second one deletes the first
-        Notes(paths).note(member, version, [])
-    there = storage.names(paths.switch("rollout-0", "1", 1).parent)
-    forget_earlier(paths, "rollout-0")
-    return there
-
-
 def of_ends(paths):
     """A task hears of the end, saves and keeps; Slurm refuses, and it comes again."""
     told = []
@@ -114,23 +94,6 @@ def of_ends(paths):
     return [*told, requeue.ask(JOB, paths.root)]
 
 
-def of_sides(paths):
-    config = SimpleNamespace(num_steps=4, launch=LaunchConfig(advanced={"idle_s": 9}))
-    Idle(paths.idle(ATTEMPT, "actor-0"))._say(5.0)
-    holder = Holder(config, paths, "training", JOB)
-    holder.raise_flag()
-    raised = read_json(paths.away("training"))
-    holder._lower()
-    return holder.idle_s() is not None, raised, storage.exists(paths.away("training"))
-
-
-def of_skips(paths):
-    """Each of two tasks tells of one, then looks."""
-    for number in (0, 1):
-        skips.SkipBoard(paths, number, 2)([skips.GroupSkip(number, number, 0)])
-    return [skips.SkipBoard(paths, number, 2)([]) for number in (0, 1)]
-
-
 def of_heldout(paths):
     board, due = ScoreBoard(paths, 0, 1), Due("heldout", "after", 0)
     row = HeldoutRow(0, 0, 1.0, {}, 3, 3, "stop", 5, ["2"])
@@ -139,12 +102,6 @@ def of_heldout(paths):
     kept, again = board.count_kept_bytes([due]), board.begin(due)
     board.add(due, TaskScore.of([row]), [row])
     return kept, again == [row], board.list_begun("heldout"), board.count_kept_bytes([due])
-
-
-def of_verdicts(paths):
-    verdict.give(paths.root, JOB, "requeued", "again")
-    verdict.give(paths.root, JOB, "restarted", "says less")
-    return verdict.read(paths.root).words
 
 
 def of_engines(paths):
@@ -157,12 +114,6 @@ def of_engines(paths):
     with spawn(["true"], paths.engine_log("rollout-0", "1"), {}) as engine:
         engine._process.wait(30)
         return why, read_json(paths.engine_call("rollout-0"))["over"], engine.output()
-
-
-def of_starts(paths):
-    """What a task looks at before it begins."""
-    permissions.check_run(paths, paths.submission)
-    return permissions.umask_of(paths.root), RunSecret.read(paths.secret).derive("x")
 
 
 def of_checkpoints(paths):
@@ -197,27 +148,9 @@ def of_snapshots(paths):
     return said, [name[:7] for name in storage.names(paths.weights)]
 
 
-def of_scales(paths):
-    """A request that is cancelled before it was begun, and one that is fulfilled."""
-    house = House(paths.root)
-    try:
-        for number, engines in ((1, 2), (2, 2)):
-            asked = ScaleRequest(number, "out", engines, None, 0.0, 0.0)
-            write_json(house.paths.scale_request(number), asdict(asked))
-        write_json(house.paths.scale_cancel(1), {})
-        running = house.scaler()
-        for _ in range(3):
-            running.tick()
-        before = house.states
-        running.end(0.0)
-        return before, house.states, storage.exists(house.paths.drain("extra-1"))
-    finally:
-        house.kill(*house.processes)
-
-
 KINDS = (
-    *(of_members, of_weights, of_switches, of_ends, of_sides, of_skips, of_heldout, of_verdicts),
-    *(of_engines, of_starts, of_checkpoints, of_models, of_snapshots, of_scales),
+    *(of_members, of_weights, of_ends, of_heldout, of_engines),
+    *(of_checkpoints, of_models, of_snapshots),
 )
 FAULTS = (errno.ESTALE, UNDONE), (errno.EIO, DONE)
 

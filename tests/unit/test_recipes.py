@@ -20,8 +20,6 @@ from relax_hpc.cli.demo import tasks
 from relax_hpc.cli.main import app
 from relax_hpc.cli.prepare import Made, prepare
 from relax_hpc.data import tokenizer
-from relax_hpc.environments.rewards.functions import code
-from relax_hpc.environments.rewards.sandbox import ProgramLimits, run
 from relax_hpc.errors import ConfigError
 from relax_hpc.trainer.models import registry
 
@@ -133,20 +131,14 @@ def test_every_job_for_two_cores_passes_check(job, tiny_model, prompts, tmp_path
     if '[reward]\nname = "code"' in text:
         tasks.write_programs(tmp_path, 1, 1, seed=0)
         row = json.loads((tmp_path / "train.jsonl").read_text())
-    if "tiny-vl" in text:
-        tokens = demo.seeing_tokenizer()
-        kind = "vl-moe" if "tiny-vl-moe" in text else "vl"
-        demo.save_seeing(tmp_path / "seer", demo.seeing_model(kind, tokens, seed=0), tokens)
-        tasks.write_shapes(tmp_path, 1, 0, seed=0)
-        row = json.loads((tmp_path / "train.jsonl").read_text())
-        overrides |= {"model.path": tmp_path / "seer"}
-    if "tiny-omni" in text:
-        tokens = demo.hearing_tokenizer()
-        demo.save_hearing(tmp_path / "hearer", demo.hearing_model(tokens, seed=0), tokens)
-        row = json.loads(tasks.tone_rows(tmp_path, "train", 1, random.Random(0))[0])
-        overrides |= {"model.path": tmp_path / "hearer"}
-    if overrides["model.path"] != tiny_model:
-        overrides |= {"engines.rollout.resources.python": sys.executable}
+    kind = next((kind for kind in ("vl-moe", "vl", "omni") if f"tiny-{kind}" in text), None)
+    if kind:
+        tokens, made, save = demo.make_media_model(kind, 0)
+        save(tmp_path / "model", made, tokens)
+        rows_of_kind = tasks.tone_rows if kind == "omni" else tasks.shape_rows
+        row = json.loads(rows_of_kind(tmp_path, "train", 1, random.Random(0))[0])
+        overrides["model.path"] = tmp_path / "model"
+        overrides["engines.rollout.resources.python"] = sys.executable
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     table, heldout = ("sft", "sft.heldout") if "[sft]" in text else ("prompts", "eval.heldout.path")
     overrides |= dict.fromkeys((f"{table}.train", heldout), tmp_path / "rows.jsonl")
@@ -274,17 +266,3 @@ def test_a_tokenizer_is_the_one_that_transformers_chooses(tiny_model, tmp_path, 
     assert ours.chat_template == theirs.chat_template
     text = "a  b\t\r\n é漢🙂 \x00\x7f"
     assert ours.decode(ours.encode(text)) == text
-
-
-def test_the_wanted_program_passes_both_tests_and_a_constant_one_of_them_at_most(tmp_path):
-    def passes(program):
-        limits, tests = ProgramLimits(10.0, 2**30, 2**26), code.tests_in(row["answer"])
-        return [test.is_passed(run(test.of(program), limits, "limits")) for test in tests]
-
-    tasks.write_programs(tmp_path, 2, 1, seed=3)
-    for line in (tmp_path / "train.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        program = row["completion"].removeprefix("```python\n").removesuffix("\n```")
-        assert passes(program) == [True, True]
-        assert passes(f"print({json.loads(row['answer'])['outputs'][0]})") == [True, False]
-        assert passes(program.replace("+", "-")) == [False, False]

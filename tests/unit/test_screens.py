@@ -198,18 +198,6 @@ def test_watching_shows_a_screen_until_ctrl_c_and_leaves_the_last_one(run):
     assert "\x1b[1;32mRUNNING" in shown
 
 
-@pytest.mark.parametrize("command", ["status nope", "lgs", "status --help", "watch run"])
-def test_without_colour_no_terminal_is_told_to_colour_anything(run, command):
-    run.says("7+0|COMPLETED", "7+1|COMPLETED")
-    shown, _ = on_terminal(*command.split(), NO_COLOR="1")
-    kinds = set(re.findall(r"\x1b\[([0-9;]*)m", shown))
-    assert kinds <= {"", "0", "1"}, "bold at most, in what is drawn"
-    if not command.startswith("watch"):
-        assert "\x1b" not in shown
-    shown, _ = on_terminal(*command.split())
-    assert "\x1b" in shown, "it would be noticed"
-
-
 def test_status_and_watch_say_why_rollout_waits(run):
     paths = RunPaths(run.run_dir)
     for rank, phase in enumerate(("waits (max_staleness)", "waits (max_staleness)", "loop")):
@@ -258,25 +246,6 @@ def said(paths):
 
 def announce(paths, name, state="STARTING", reason=""):
     members.announce(paths, Member(name, "7.0-1-1", "", 1, "sglang", state, reason))
-
-
-def test_engines_that_are_not_there_yet_are_named_or_counted(slurm):
-    paths = job(slurm, count=5)
-    batch = "; batch 1: 0 of 8 responses"
-    assert said(paths) == f"of 5 engines 5 starting{batch}"
-    for rank in range(3):
-        announce(paths, f"rollout-{rank}", "HEALTHY")
-    announce(paths, "rollout-3", reason="importing")
-    each = "engine rollout-3 starting (importing); engine rollout-4 starting"
-    assert said(paths) == f"{each}{batch}"
-    announce(paths, "rollout-2", reason="importing")
-    announce(paths, "rollout-4", "WAITING", "for the trainer to lend its GPUs")
-    waits = "1 waiting (for the trainer to lend its GPUs)"
-    assert said(paths) == f"of 5 engines 2 starting (importing), {waits}{batch}"
-    text = report.text(status.collect(paths.root))
-    assert "rollout-2 engine of rollout, starting: importing\n" in text
-    slurm.says("7+0|PENDING", "7+1|PENDING")
-    assert "importing" not in report.text(status.collect(paths.root)), "of an earlier attempt"
 
 
 def test_status_says_why_an_engine_is_fenced_or_has_failed(slurm):

@@ -6,7 +6,6 @@ import threading
 import pytest
 from board_runs import curves, evaluation, event, make, read, step, texts, write
 from file_systems import full, small_tmpfs
-from tensorboard.plugins.hparams import metadata as hparams
 
 from relax_hpc.runs.boards import finish, run_board
 from relax_hpc.runs.boards.run_board import RunBoard
@@ -181,20 +180,6 @@ def test_what_was_drawn_to_the_end_is_not_drawn_again_and_what_was_broken_off_is
     finish.complete(paths, config, failed=False)
     assert len(list(paths.tensorboard.iterdir())) == 2
     assert curves(read(paths.tensorboard)) == {"reward/mean": [(1, 0.5), (2, 0.5)]}
-
-
-def test_settings_can_be_compared(run):
-    paths, config = run
-    write(paths, step(1, 1.0, 0.5))
-    finish.complete(paths, config, failed=True)
-    view = read(paths.tensorboard)
-    by_tag = view.PluginTagToContent("hparams")
-    start = hparams.parse_session_start_info_plugin_data(by_tag["_hparams_/session_start_info"])
-    assert start.hparams["rollout.samples_per_prompt"].number_value == 8
-    assert start.hparams["algorithm.aggregation"].string_value == "token"
-    experiment = hparams.parse_experiment_plugin_data(by_tag["_hparams_/experiment"])
-    metrics = [each.name.tag for each in experiment.metric_infos]
-    assert metrics == ["eval/heldout/reward", "eval/other/reward", "reward/mean", "loss/total"]
 
 
 def test_responses_of_an_evaluation_can_be_read_even_those_that_are_markup(run):

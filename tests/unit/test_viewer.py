@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from viewer_runs import SCRIPT, empty_run, put, said
 
 from relax_hpc.bus.producer import Producer
-from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.bus.tools import inventory
 from relax_hpc.cli.main import app
 from relax_hpc.errors import BusError, DamagedError
@@ -233,16 +232,6 @@ def test_who_follows_sees_each_group_once_as_it_comes(run, monkeypatch):
     monkeypatch.setattr("time.sleep", asleep)
     views = RunViewer(run.root).follow(2, 9, until=lambda: len(rounds) == 3)
     assert [[group.guid for group in view.groups] for view in views] == [[0, 1], [], [2], []]
-
-
-def test_for_the_newest_no_other_shard_is_opened(run, monkeypatch):
-    for r, name in enumerate(PRODUCERS):
-        produce(run.bus, name, range(r, 40, 2), per_shard=2)
-    opened, init = [], Shard.__init__
-    noted = lambda self, path, **kw: opened.append(path) or init(self, path, **kw)  # noqa: E731
-    monkeypatch.setattr(Shard, "__init__", noted)
-    assert guids(run, groups=2) == [39, 38]
-    assert len(opened) == 2
 
 
 def test_a_group_that_was_committed_twice_is_shown_once_as_it_was_planned(run):

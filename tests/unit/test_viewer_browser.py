@@ -129,39 +129,3 @@ def test_what_is_not_escaped_is_still_stopped_by_the_policy_of_the_page(run, tmp
     assert "<title>taken" in dom(tmp_path / "bare.html", tmp_path)
     assert "/image" in asked
     asked.clear()
-
-
-def test_colours_order_filter_folds_and_keys_work(run, tmp_path):
-    script = """(() => {
-      const guids = () => [...document.querySelectorAll("section")].filter(
-        each => !each.hidden).map(each => +each.dataset.guid);
-      const press = (id, key) => document.querySelector(`#${id} [data-${key}]`).click();
-      const token = document.querySelector("#g2 article:last-child b");
-      const colour = () => getComputedStyle(token).backgroundColor;
-      const type = key => document.dispatchEvent(new KeyboardEvent("keydown", {key}));
-      const open = () => document.querySelectorAll("details[open]").length;
-      const found = {asked: guids(), logprob: colour(), title: token.title};
-      press("by", "by=version"); found.version = colour();
-      press("by", "by=advantage"); found.advantage = colour();
-      type("c"); found.mask = colour();
-      press("order", "key=reward"); found.best = guids();
-      press("order", "key=wrongness"); found.worst = guids();
-      press("only", "only=mixed"); found.mixed = guids();
-      press("only", "only=all"); press("order", "key=place"); found.again = guids();
-      type("j"); type("j"); found.second = document.querySelector(".now").id;
-      type("k"); found.first = document.querySelector(".now").id;
-      type("f"); found.folded = open();
-      document.getElementById("fold").click(); found.unfolded = open();
-      return found;
-    })()"""
-    path = tmp_path / "page.html"
-    path.write_text(asks(page_of(run).read_text(), script))
-    assert answer_of(path, tmp_path) == {
-        "asked": [2, 1, 0],
-        # a logprob of -0.5, by the second of six versions, with an advantage of +0.5
-        "logprob": "rgb(255, 216, 115)", "title": "-0.5 v1 A+0.5",
-        "version": "rgb(255, 224, 194)", "advantage": "rgb(163, 213, 201)",
-        "mask": "rgb(200, 236, 200)",
-        "best": [1, 2, 0], "worst": [0, 2, 1], "mixed": [2], "again": [2, 1, 0],
-        "second": "g1", "first": "g2", "folded": 0, "unfolded": 3,
-    }  # fmt: skip

@@ -1,6 +1,5 @@
 """Media on the bus: stored once, read one by one, decoded again to what the policy was shown."""
 
-import os
 import re
 
 import h5py
@@ -88,26 +87,6 @@ def test_media_of_every_kind_come_back_and_are_decoded_to_the_same_array(tmp_pat
     assert [m[2:] for m in row.media] == [m[2:] for m in shown]
     assert row.media[2].frames
     assert row.media_spans.tolist() == [[n, 1 + 3 * n, 2] for n in range(5)]
-
-
-def test_reading_one_medium_reads_its_bytes_and_not_those_beside_it(tmp_path, monkeypatch):
-    data = [np.full(200_000, n, np.uint8) for n in range(10)]
-    shown = [media.Medium(MediaKind.JPEG, each) for each in data]
-    paths, path = put(tmp_path, [group_of(0, shown, siblings=2, tokens=40)])
-    reader, record, spans = Reader(paths), inventory.of_guid(paths, 0), []
-    real = os.preadv
-
-    def counted(fd, buffers, offset, *flags):
-        spans.append((offset, sum(map(len, buffers))))
-        return real(fd, buffers, offset, *flags)
-
-    monkeypatch.setattr(os, "preadv", counted)
-    found = reader.media(record, [(1, 7), (0, 3), (0, 7)])
-    assert [each.medium.data[0] for each in found] == [7, 3, 7]
-    with h5py.File(path, "r") as stock:
-        at = stock[media.BYTES].id.get_offset()
-    inside = [size for offset, size in spans if offset >= at]
-    assert sum(inside) == 2 * 200_000
 
 
 @pytest.mark.parametrize(

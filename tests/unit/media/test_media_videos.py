@@ -165,32 +165,6 @@ def sound(data):
     return source(data, "audio")
 
 
-@pytest.mark.parametrize("seconds", [0.4, 1.0, 1.23456])
-def test_mel_and_tokens_are_those_of_transformers(recipe, seconds):
-    from transformers import WhisperFeatureExtractor
-    from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
-        _get_feat_extract_output_lengths,
-    )
-
-    data = tone(seconds)
-    found = seen(data, recipe, "audio")
-    extractor = WhisperFeatureExtractor(feature_size=128, chunk_length=300)
-    samples = decode_sound(sound(data), recipe.audio)
-    # As Qwen3OmniMoeProcessor asks it: audio_kwargs.
-    expected = extractor(
-        [samples], sampling_rate=16000, padding=True, truncation=False,
-        return_attention_mask=True, return_tensors="np",
-    )  # fmt: skip
-    # By torch, in float32, where there is torch; in float64 without it, which is what we do.
-    apart = np.abs(found.array - expected["input_features"][0])
-    assert apart.max() < 1e-4 and apart.mean() < 2e-6
-    exact = extractor._np_extract_fbank_features(samples[None], "cpu")[0]
-    assert np.abs(found.array - exact).max() < 4e-7
-    frames = expected["attention_mask"].sum()
-    assert found.extent.tokens == (_get_feat_extract_output_lengths(frames),)
-    assert found.array.shape == (128, frames)
-
-
 @pytest.mark.parametrize("count", [400, 799, 16000, 700000])
 def test_a_spectrum_is_that_of_transformers_whatever_is_heard(recipe, count):
     """Noise, and noise that the loudest tone nearly hides; longer than what is done at once."""

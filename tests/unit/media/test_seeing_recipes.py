@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from media_files import clip, lines, tone, write_lines
+from media_shapes import SHAPES, model_folder
 from PIL import Image
 from typer.testing import CliRunner
 
-from relax_hpc.cli.demo import models
 from relax_hpc.cli.main import app
 from relax_hpc.cli.prepare import Made, prepare
 from relax_hpc.errors import ConfigError
@@ -20,58 +20,6 @@ from relax_hpc.roles.facts import Facts
 
 JOBS = Path(__file__).parents[3] / "jobs"
 RECIPES = sorted([*JOBS.glob("qwen3-vl-*.toml"), *JOBS.glob("qwen3-omni-*.toml")])
-TEXT = {
-    "vocab_size": 151936, "head_dim": 128, "num_attention_heads": 32,
-    "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
-    "rope_parameters": {
-        "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20],
-        "mrope_interleaved": True,
-    },
-}  # fmt: skip
-MOE = {
-    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-    "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
-}  # fmt: skip
-OMNI = {"intermediate_size": 768, "vocab_size": 152064, "max_position_embeddings": 65536}
-SEES = {
-    "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
-    "out_hidden_size": 2048, "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": [8, 16, 24],
-}  # fmt: skip
-SHAPES = {
-    "qwen3-vl-4b": ("vl",
-        {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
-         "num_key_value_heads": 8},
-        SEES | {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096,
-                "out_hidden_size": 2560, "deepstack_visual_indexes": [5, 11, 17]}),
-    "qwen3-vl-30b-a3b": ("vl-moe", MOE, SEES),
-    "qwen3-omni-30b-a3b": ("omni", MOE | OMNI, SEES),
-}  # fmt: skip
-AUDIO = {
-    "d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120,
-    "output_dim": 2048, "downsample_hidden_size": 480, "n_window_infer": 800,
-}  # fmt: skip
-
-
-def stand_in(folder, shape):
-    """A model of this shape with the tiny one's files and weights, which are not looked at."""
-    kind, text, vision = SHAPES[shape]
-    if kind == "omni":
-        tokens = models.hearing_tokenizer()
-        models.save_hearing(folder, models.hearing_model(tokens, seed=0), tokens)
-    else:
-        tokens = models.seeing_tokenizer()
-        models.save_seeing(folder, models.seeing_model(kind, tokens, seed=0), tokens)
-    whole = json.loads((folder / "config.json").read_text())
-    config = whole.get("thinker_config", whole)
-    for of_the_tiny_one in ("layer_types", "num_local_experts"):
-        config["text_config"].pop(of_the_tiny_one, None)
-    config["text_config"] |= TEXT | text
-    config["vision_config"] |= vision
-    if kind == "omni":
-        config["audio_config"] |= AUDIO
-    (folder / "config.json").write_text(json.dumps(whole))
-    return folder
 
 
 def png(shade, kind="PNG"):
@@ -149,7 +97,7 @@ def test_a_recipe_passes_check_with_a_model_of_its_shape(job, tmp_path, monkeypa
     source = downloaded(tmp_path / "downloaded", name, {"train": rows})
     prepare(name, str(source), tmp_path / "data", heldout=1)
     overrides = {
-        "run_root": tmp_path, "model.path": stand_in(tmp_path / "model", shape),
+        "run_root": tmp_path, "model.path": model_folder(shape, tmp_path / "model"),
         "prompts.train": tmp_path / "data" / "train.jsonl",
         "eval.heldout.path": tmp_path / "data" / "heldout.jsonl",
         "engines.rollout.resources.python": sys.executable,

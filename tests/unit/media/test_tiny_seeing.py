@@ -51,10 +51,7 @@ def omni(made):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_loads_the_very_weights_and_towers_and_talker_do_not_learn(made, kind):
-    if kind == "omni":
-        expected = models.hearing_model(models.hearing_tokenizer(), seed=3).state_dict()
-    else:
-        expected = models.seeing_model(kind, models.seeing_tokenizer(), seed=3).state_dict()
+    expected = models.make_media_model(kind, 3)[1].state_dict()
     untrained, trained = (
         KINDS[kind].from_pretrained(made(kind) / name).state_dict()
         for name in ("untrained", "model")

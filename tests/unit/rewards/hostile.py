@@ -47,10 +47,6 @@ def parts(sample):
     return Score(3.0, {"right": 1.0, "short": 2.0})
 
 
-def wrong_sum(sample):
-    return Score(3.0, {"right": 1.0, "short": 1.0, "short/words": 1.0})
-
-
 def with_settings(
     response,
     *,

@@ -31,11 +31,6 @@ def pairs(*pairs, fn_name=""):
 READING = {
     "sum": Problem("print(sum(map(int, input().split())))", "sum", "max",
                    pairs(("1 2 3", "6"), ("-1 1", "0"))),
-    "mean": Problem("n = input()\nx = [*map(float, input().split())]\nprint(sum(x) / len(x))",
-                    "len(x)", "2", pairs(("3\n1 2 2", "1.66666667"))),
-    "primes": Problem("n = int(open('/dev/stdin').read())\n"
-                      "print(*[p for p in range(2, n) if all(p % d for d in range(2, p))])",
-                      "range(2, p)", "range(2, 4)", pairs(("12", "2 3 5 7 11"))),
     "depth": Problem("import sys, threading\nsys.setrecursionlimit(10**6)\n"
                      "threading.stack_size(64 << 20)\n"
                      "def f(n):\n    return n and 1 + f(n - 1)\n"
@@ -50,8 +45,6 @@ CALLED = {
                        pairs(([[2, 7, 11], 9], [0, 1]), ([[3, 3], 6], [0, 1]), fn_name="two_sum")),
     "method": Problem("class Solution:\n    def twice(self, x):\n        return x * 2", "* 2",
                       "* 3", pairs(("[1]\n", "[1, 1]"), ('"a"', '"aa"'), fn_name="twice")),
-    "table": Problem("def count(t):\n    return {c: t.count(c) for c in t}", "count(c)", "index(c)",
-                     pairs((["aab"], {"a": 2, "b": 1}), fn_name="count")),
     "root": Problem("def root(x):\n    return x ** 0.5", "0.5", "0.4",
                     pairs(([2], 1.4142135), fn_name="root")),
 }  # fmt: skip
@@ -60,8 +53,6 @@ ASSERTED = {
                          "assert f(0) == 1\nassert f(5) == 120"),
     "check": Problem("def add(a, b):\n    return a + b", "+", "-",
                      "def check(candidate):\n    assert candidate(2, 3) == 5"),
-    "raises": Problem("def whole(t):\n    return int(t)", "int(t)", "float(t)",
-                      "try:\n    whole('1.5')\n    assert False\nexcept ValueError:\n    pass"),
     "listed": Problem("print(input().upper())", "upper", "lower",
                       [{"input": "a\n", "output": "A\n", "type": "stdin"}]),
 }  # fmt: skip

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import hostile
 import pytest
-from reward_runs import in_processes, refusal, scores_here
+from reward_runs import in_processes, scores_here
 from roles.role_fakes import config
 
 from relax_hpc.config.rollout import RewardConfig
@@ -129,37 +129,6 @@ def test_a_sum_that_float32_cannot_hold_is_an_error_of_the_sample():
     [score] = scores_of([Weighted(hostile.parts, title="a", weight=3e38)], "x")
     assert score.value == 0 and "reward is 9." in score.error
     assert combine({"a": (1.0, Score(0.0, error="why"))}).error == "a: why"
-
-
-def job(**reward):
-    return config(reward=reward).reward
-
-
-@pytest.mark.parametrize(
-    ("reward", "words"),
-    [
-        ({"name": "random", "terms": {"a": {"name": "random"}}}, "reward.name = 'random': "),
-        ({"terms": {"a/b": {"name": "random"}}}, "a/b"),
-    ],
-)
-def test_terms_that_cannot_be_are_refused(reward, words):
-    with pytest.raises(ConfigError) as refused:
-        job(**reward)
-    assert words in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("reward", "words"),
-    [
-        ({"name": "random", "args": {"side": 1}}, "reward.args.side = 1: no such setting; this"),
-        ({"terms": {"b": {"name": f"{PLUGIN}:typed", "args": {"strict": 0}}}},
-         "reward.terms.b.args.strict = 0: use true or false; correct it"),
-        ({"terms": {"b": {"name": f"{PLUGIN}:wrong_sum", "weight": 2.0}}},
-         "b: ValueError: the reward is 3, and its parts add up to 2; correct it"),
-    ],
-)  # fmt: skip
-def test_check_refuses_a_term_by_the_key_of_its_table(reward, words):
-    assert words in refusal(job(**reward), Sample("1", answer="1"))
 
 
 def failed_values(answers, responses, **reward):

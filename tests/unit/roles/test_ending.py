@@ -393,26 +393,6 @@ def test_the_first_step_is_tried_in_any_case_and_the_end_is_announced_once(clock
     assert len(end.announced) == 1
 
 
-def test_a_trainer_whose_next_step_does_not_fit_saves_and_has_the_job_requeued(run, monkeypatch):
-    """All parts but Slurm: the limit is squeue's, of the component that ends first."""
-    run.says("7+0|RUNNING|n1|7|None|N/A|3:00", "7+1|RUNNING|n2|8|None|N/A|2:30")
-    end = requeue.SlurmJobEnd("7", run.run_dir)
-    wait_for(lambda: end.compute_left_s() is not None)
-    assert 140 < end.compute_left_s() <= 150
-    saves, paths = Saves(Journal()), RunPaths(run.run_dir)
-    ending = Ending(paths, "7.0")
-    monkeypatch.setattr(ending, "wait", lambda: None)
-    last = LastSave(SoloWorld(), Trainer, saves, ending, end)
-    last()
-    assert saves.journal == [] and not paths.ending("7.0").exists()
-    last._admission._step_times.append(130.0)
-    monkeypatch.setattr(ending, "will_save", lambda *_: None)
-    last()
-    wait_for(lambda: last() or run.asked("scontrol"))
-    assert ("saved",) in saves.journal
-    assert run.asked("scontrol") == ["scontrol requeue 7"]
-
-
 def test_a_save_that_needs_more_than_slurms_notice_is_waited_for(run, monkeypatch):
     monkeypatch.setattr(requeue, "SIGNAL_AHEAD_S", 0.5)
     run.says("7|RUNNING|n1|7|None|N/A|10:00")

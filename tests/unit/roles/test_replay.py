@@ -7,21 +7,17 @@ from pathlib import Path
 import fake_slurm
 import pytest
 from bus_fixtures import PRODUCERS, SIBLINGS, make_bus, produce, whole_batch
-from role_fakes import Events, config
+from role_fakes import config
 
 from relax_hpc.bus.plan import PlanPosition, read_chain
-from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.errors import ConfigError
-from relax_hpc.roles.actor.replay import ReplayRank0
 from relax_hpc.roles.context import Replay
-from relax_hpc.roles.training.duties import Duties
 from relax_hpc.runs import replay
 from relax_hpc.runs.replay import Compared
 from relax_hpc.runs.resume import resume
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry.events import EventWriter
-from relax_hpc.runtime.telemetry.timers import Timers
 from relax_hpc.trainer.checkpoints import saving
 
 STEPS = 4
@@ -179,28 +175,3 @@ def test_bit_by_bit_at_the_same_grid_and_nearly_at_another(
     assert compared(True, **numbers).difference == pytest.approx(difference, rel=1e-3)
     assert compared(True, **numbers).is_equal is same_grid
     assert compared(False, **numbers).is_equal is other_grid
-
-
-def test_ranks_are_dealt_what_was_planned_in_portions_and_nothing_is_published(run, monkeypatch):
-    chain, events = read_chain(run.bus).steps, Events()
-    halves = []
-    for record in chain:  # as if every batch had come in two portions
-        for portion in (0, 1):
-            halves.append(record._replace(
-                portion=portion, last=portion == 1,
-                guids=record.guids[portion:portion + 1], parts=record.parts[portion:portion + 1],
-            ))  # fmt: skip
-    duties, timers = ReplayRank0(JOB, Reader(run.bus), halves, events), Timers()
-    for step in (3, 4):
-        dealt = [duties.next_task(step, timers).record for _ in range(2)]
-        assert [(each.step, each.portion, each.last) for each in dealt] == [
-            (step, 0, False), (step, 1, True)
-        ]  # fmt: skip
-        assert [each.guids for each in dealt] == [[2 * step - 2], [2 * step - 1]]
-        assert duties.publish(step, iter(())) is False
-        duties.end_step(step, {"loss": 1.0, "grad_norm": 2.0}, timers)
-    described = events.of("step")
-    assert [each["step"] for each in described] == [3, 4]
-    assert {each["num_trajectories"] for each in described} == {2 * SIBLINGS}
-    assert {each["batch/portions"] for each in described} == {2}
-    assert Duties().next_task(3, timers) is None
