@@ -1,5 +1,6 @@
 """Shards: what is put in comes back, damage is found, and only what is asked for is read."""
 
+import errno
 import os
 import struct
 from pathlib import Path
@@ -19,6 +20,7 @@ from relax_hpc.bus.shards.shard import HEAD_READ, Memory, Shard
 from relax_hpc.bus.shards.shard_format import BLOCK, CODEC, HEADER
 from relax_hpc.bus.tools import show
 from relax_hpc.errors import BusError
+from relax_hpc.runtime.files import storage
 from relax_hpc.schema import NO_EXPERT, OFFSETS, MediaKind, Medium, PromptGroup, columns_of
 
 ATTRIBUTES = {
@@ -85,6 +87,23 @@ def test_row_ranges_across_block_edges_are_exact(tmp_path):
                 np.testing.assert_array_equal(
                     shard.read_rows("ragged/token_ids", lo, hi), np.concatenate(expected)
                 )
+
+
+def test_a_descriptor_that_the_server_forgot_is_opened_anew(tmp_path, monkeypatch):
+    write(tmp_path / "s.h5", [group(0)])
+    read, close = os.preadv, os.close
+    with Shard(tmp_path / "s.h5") as shard:
+        forgotten = {shard._fd}
+
+        def preadv(fd, *rest):
+            if fd in forgotten:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return read(fd, *rest)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        monkeypatch.setattr(os, "close", lambda fd: (forgotten.discard(fd), close(fd)))
+        monkeypatch.setattr(storage._terms, "patience_s", 2.0)
+        assert shard._pread(memoryview(bytearray(9)), 0) == 9 and not forgotten
 
 
 def test_damage_is_found_in_the_block_that_holds_it_and_only_there(tmp_path):
@@ -285,6 +304,7 @@ def test_each_sequence_of_an_episode_has_the_experts_of_its_own_prompt_once():
     columns = to_columns(groups)
     # 6 + 4, then 2 of a prompt that went the same way, and a longer one whole; then the next group.
     assert np.diff(columns[OFFSETS["routed"]]).tolist() == [10, 2, 12, 4, 2, 9]
+    assert all(map(equal, from_columns(columns), rows_of(groups)))
 
 
 def test_a_row_without_experts_among_others_has_none_for_every_token():

@@ -21,7 +21,8 @@ from relax_hpc.bus.producer import Producer
 from relax_hpc.cli import main as cli
 from relax_hpc.cli.demo import models
 from relax_hpc.config.job_file import validate
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.launch.known_runs import own_run_dir_of
 from relax_hpc.runtime.files import permissions, records
 from relax_hpc.runtime.files.user_files import write_named
 from relax_hpc.runtime.paths import RunPaths
@@ -213,6 +214,13 @@ def test_a_command_beside_a_stranger_writes_through_none_of_their_links(
         path.unlink()  # for the next command
 
 
+def test_a_run_of_others_is_none_to_change(place):
+    """Whatever the command does there afterwards."""
+    run = str(place.run.root)
+    code, said = as_user(MINE, lambda: print(refusal(lambda: own_run_dir_of(run))), groups=[GROUP])
+    assert code == 0 and said.startswith(f"{run}: owner {THEIRS}, mode 0777")
+
+
 def test_the_owner_of_a_closed_run_needs_no_option_and_gets_it_there(place, monkeypatch):
     run = made_run(place.home / "run", place.run.root.parent)
     tree = json.loads(place.run.config.read_text())
@@ -285,6 +293,6 @@ def test_a_link_of_a_stranger_is_no_way_to_a_folder_and_one_of_mine_or_roots_is(
 def refusal(call):
     try:
         call()
-    except ConfigError as error:
+    except RelaxError as error:
         return str(error)
     return "nothing was refused"

@@ -80,5 +80,5 @@ def test_a_long_text_that_many_rows_share_is_refused_once_and_little_of_it_is_ma
     for index in range(1000):
         with pytest.raises(ConfigError, match="row group 0 has 56 MiB or more in memory, 32 are"):
             rows[index]
-        monkeypatch.setattr(parquet, "_reader", None)  # for the first alone
+        monkeypatch.setattr(parquet, "_parquet_reader", None)  # for the first alone
     assert pool.max_memory() - before < 1 << 29

@@ -93,11 +93,12 @@ def test_a_worker_is_ended_with_its_family_after_the_clock_was_set(set_clock):
     ) as leader:
         away = ProcessId.of(int(leader.stdout.readline()))
         started = start_ticks(leader.pid)
-        rewards._kill_family(leader.pid, started - 1)  # the number is another's
-        assert leader.poll() is None
+        others = rewards._family(leader.pid, started - 1)  # the number is another's
+        rewards._kill_family(leader.pid, started - 1)
+        code = leader.poll()
         set_clock(1)
         rewards._kill_family(leader.pid, started)
-        assert leader.wait(5) == -9
+        assert leader.wait(5) == -9 and code is None and others == []
     until(lambda: away.find() is None)
 
 

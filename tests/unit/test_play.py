@@ -67,6 +67,11 @@ def test_replies_are_said_in_turn_to_an_environment_of_ones_own(remarked):
     )
 
 
+def test_the_last_of_the_replies_is_said_again(remarked):
+    _, outcome = shown(remarked(*arguments("--play", "--reply=2", environment="Twice")))
+    assert outcome.startswith("played an episode: 2 replies, 4 tokens trained on; reward 1 ")
+
+
 def test_a_reward_that_asks_engines_is_not_asked(remarked):
     Path("judged.py").write_text(
         "async def score(response, engines):\n    return 1.0\n", encoding="utf-8"

@@ -73,6 +73,11 @@ def test_a_model_that_cannot_be_the_reference_is_refused(tmp_path, placement, ch
         training_check.check_reference(config, Facts(model))
 
 
+def test_a_reference_of_its_own_component_is_trained_with_though_only_measured():
+    assert referring({"placement": "own"}).columns == {"ragged/ref_logprobs"}
+    assert referring().columns == set()
+
+
 SOURCES = {"math": {"path": "a", "weight": 3.0}, "code": {"path": "b"}, "chat": {"path": "c"}}
 TWO = {"one": {"path": "x", "sources": ["math", "chat"]}, "two": {"path": "y", "sources": ["code"]}}
 

@@ -1,6 +1,8 @@
 """Which engines a rollout task asks, how, what it notes of them, and what ends a reply."""
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -148,6 +150,25 @@ def test_while_engines_sleep_for_the_trainer_nobody_loses_patience(sampler_of, c
     assert asyncio.run(sampler._look()) is True
     assert asyncio.run(sampler.version()) is None
     assert sampler._pool.is_excused
+
+
+def test_environments_that_keep_the_threads_of_the_loop_busy_hold_up_no_look(sampler_of):
+    sampler, paths = sampler_of()
+    announce(paths, "rollout-0")
+    end = threading.Event()
+
+    async def run():
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        busy = asyncio.create_task(asyncio.to_thread(end.wait, 60))
+        await asyncio.sleep(0)
+        try:
+            await asyncio.wait_for(sampler._look(), 10)
+        finally:
+            end.set()
+            await busy
+
+    asyncio.run(run())
+    assert list(sampler._pool.states) == [at("rollout-0")]
 
 
 def test_whoever_asks_is_told_what_ended_the_looks_at_the_records(sampler_of, monkeypatch):

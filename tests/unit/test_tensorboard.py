@@ -67,9 +67,11 @@ def test_steps_after_the_checkpoint_replace_those_that_were_lost(run):
     )  # fmt: skip
     board.update()
     view = read(paths.tensorboard)
+    write(paths, event("resume", 5.0, rank=0, step=2), event("resume", 5.0, rank=1, step=2))
+    board.update()
+    assert curves(view.Reload())["reward/mean"] == [(1, 0.125), (2, 0.25)], "before others come"
     write(
         paths,
-        event("resume", 5.0, rank=0, step=2), event("resume", 5.0, rank=1, step=2),
         event("publish", 5.1, step=2, members=["b"], **{"sync/total": 0.75}),  # of a newcomer
         step(3, 6.0, 0.75),
         event("publish", 6.2, step=3, members=["a"], **{"sync/total": 0.25}),

@@ -87,16 +87,16 @@ def test_what_only_some_steps_do_is_in_the_table(tmp_path):
     assert sum(found.phases.values()) == found.seconds_per_step and found.between_s == 0
 
 
-def waits(step, rank=0, **seconds):
+def waits(step, rank=0, at=16.0, **seconds):
     spent = {f"time/{name}": value for name, value in seconds.items()}
-    return event("waits", 16.0 + step, "rollout", rank, step=step, **spent)
+    return event("waits", at + step, "rollout", rank, step=step, **spent)
 
 
 def test_rollout_is_told_by_seconds_of_a_task_per_step_of_steps_trained_again_the_newest(run_dir):
     assert "rollout" not in timeline.text(timeline.summary(timeline.read(run_dir)))
     write(run_dir, [
         waits(1, sampling=99.0), waits(2, sampling=99.0),
-        waits(2, sampling=4.0, max_staleness=1.0), waits(3, sampling=8.0),
+        waits(2, at=16.5, sampling=4.0, max_staleness=1.0), waits(3, sampling=8.0),
         waits(2, 1, sampling=2.0, max_staleness=3.0), waits(3, 1, no_engine=6.0),
     ])  # fmt: skip
     found = timeline.summary(timeline.read(run_dir, first=2))

@@ -19,6 +19,7 @@ from relax_hpc.config.model import learning_rate
 from relax_hpc.data import rows as files
 from relax_hpc.errors import ConfigError, ends_of
 from relax_hpc.launch import cluster, entry, known_runs, profiles, record, submit
+from relax_hpc.runs import replay
 from relax_hpc.runs import resume as resuming
 from relax_hpc.runs.resume import _check_inputs, resume
 from relax_hpc.runtime.files import permissions, user_programs
@@ -392,6 +393,13 @@ def test_a_run_behind_a_link_keeps_its_name_and_a_copy_or_a_renamed_one_has_its_
         found(tmp_path / "run (old)")
 
 
+def test_a_replay_is_found_where_it_lies_and_runs_the_programs_of_its_run(made):
+    config = read_resolved(RunPaths(made).config)
+    folder = replay._make(RunPaths(made), config, replay.Replay(made, 1, 1, None))
+    again = read_resolved(folder.config)
+    assert again.run_dir == folder.root and again.reward == config.reward
+
+
 def test_a_run_that_was_moved_is_resumed_where_it_is_and_leaves_nothing_where_it_was(
     tmp_path, slurm
 ):
@@ -432,6 +440,26 @@ def test_who_is_sure_starts_nothing_beside_a_launch_that_came_after_the_look(slu
     assert [each.number for each in record.read(slurm.run_dir).all] == [2, 1]
     assert [path.name for path in paths.control.glob("launch-*.json")] == ["launch-2.json"]
     assert len(slurm.asked("sbatch")) == 1 and claimed == []
+
+
+def test_a_claim_is_given_back_if_a_launch_is_recorded_while_it_is_made(slurm, monkeypatch):
+    """The one who was thought dead, on another node, was only held up."""
+    slurm.leaves(1)
+    paths, once = RunPaths(slurm.run_dir), record.write_json_once
+    dead = {"time": 0.0, "node": "elsewhere", "pid": 1, "start_time": 1.0}
+    write_json(paths.launch_claim(2), dead)
+
+    def wakes(path, mine):
+        known = read_json(paths.launch_record)
+        first = {key: known[key] for key in ("mode", "leader", "components", "time", "controller")}
+        write_json(paths.launch_record, known | {"number": 2, "leader": "9", "earlier": [first]})
+        return once(path, mine)
+
+    monkeypatch.setattr(record, "write_json_once", wakes)
+    with pytest.raises(ConfigError, match="was resumed meanwhile, as job 9"):
+        resume(slurm.run_dir, ended=True)
+    assert [path.name for path in paths.control.glob("launch-*.json")] == ["launch-2.json"]
+    assert slurm.asked("sbatch") == []
 
 
 def test_a_run_goes_on_with_the_data_it_was_begun_with_and_no_other(job):

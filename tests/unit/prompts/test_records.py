@@ -125,6 +125,10 @@ def test_each_epoch_begins_with_the_rows_of_the_smallest_number(tmp_path):
         assert set(levels[:28]) == {0, 1, 2} and set(levels[-20:]) == {18, 19}
         assert levels != sorted(levels)  # in tenths
         assert {source[epoch * 198 + n].index for n in range(198)} == set(range(200)) - {0, 20}
+    two = {"a": {"path": lines(tmp_path / "a.jsonl", 200, level=1)}, "x": {"path": path}}
+    found = asked(opened(sources=two, graded_by="level"), range(400))
+    assert {each.metadata["level"] for each in found if each.source == "x"} == set(range(20))
+    assert {each.metadata["level"] for each in found[:40] if each.source == "x"} <= {0, 1, 2}
 
 
 @pytest.mark.parametrize("level", ["hard", True, float("nan")])

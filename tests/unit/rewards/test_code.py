@@ -1,6 +1,7 @@
 """Programs against unit tests, in the sandbox that there is."""
 
 import json
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -60,6 +61,8 @@ PROBLEMS = READING | CALLED | ASSERTED
 
 
 SANDBOX = "limits" if REASON else "bubblewrap"
+CACHED = 9_000 if sys.version_info < (3, 12) else 200
+"""Calls through C within each other: from 3.12 on Python bounds them itself, 3.12.0 the most."""
 THIRDS = {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "4"]}
 
 
@@ -112,10 +115,10 @@ def test_a_program_has_the_names_that_graders_import_for_it(values):
      ("print(pow(2, 5, 7), max([1, 2]), 'Counter' in globals())", "4 2 False"),
      ("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    print(e.__traceback__.tb_lineno)", "2"),
      ("def f(n):\n    return n and 1 + f(n - 1)\nprint(f(49_000))", "49000"),
-     ("@cache\ndef f(n):\n    return n and 1 + f(n - 1)\nprint(f(9_000))", "9000"),
+     (f"@cache\ndef f(n):\n    return n and 1 + f(n - 1)\nprint(f({CACHED}))", str(CACHED)),
      ("def f():\n    f()\ntry:\n    f()\nexcept RecursionError:\n    print('deep')", "deep"),
-     ("import resource as r\nr.setrlimit(r.RLIMIT_STACK, (r.getrlimit(r.RLIMIT_STACK)[1],) * 2)\n"
-      "print(1)", "1")],
+     ("import resource as r\nsoft, hard = r.getrlimit(r.RLIMIT_STACK)\n"
+      "r.setrlimit(r.RLIMIT_STACK, (hard, hard))\nprint(soft in (100 << 20, hard))", "True")],
 )  # fmt: skip
 def test_a_program_that_reads_and_prints_has_them_and_keeps_its_own(text, said):
     """R1: its own names, lines and beginning stay; so do deep calls."""

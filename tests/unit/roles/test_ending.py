@@ -150,16 +150,19 @@ def hearing(run, how):
 
 
 def test_signals_that_come_twice_and_together_are_one_requeue_and_the_task_goes_on(run):
+    scontrol(run, "#!/bin/sh\ncd {folder}\necho scontrol $* by $PPID >> asked\n")
     heard = [hearing(run, how) for how in ("asks", "other")]
     every = [process for task, child in heard for process in (task, child)]
     try:
+        heard[1][0].send_signal(signal.SIGUSR2)  # earlier, and it is not the one to ask
+        time.sleep(0.5)
         for number in (signal.SIGUSR2, signal.SIGCONT, signal.SIGUSR1, signal.SIGUSR2):
             for process in every:
                 process.send_signal(number)
             time.sleep(0.1)
         wait_for(lambda: run.asked("scontrol"))
         time.sleep(1)
-        assert run.asked("scontrol") == ["scontrol requeue 7"]
+        assert run.asked("scontrol") == [f"scontrol requeue 7 by {heard[0][0].pid}"]
         assert [task.poll() for task, _ in heard] == [None, None]
         assert all(child.status() == psutil.STATUS_SLEEPING for _, child in heard)
         for task, _ in heard:
