@@ -255,7 +255,8 @@ def assert_update_is_seen(seer, other, prompt):
     try:
         client.update_weights_from_disk(str(other.folder), 1)
         [after] = ask(seer, [prompt])
-        assert other.gap(prompt, after).max() <= TOLERANCE
+        # In two parts, where the cache has the first: sums are made in another order.
+        assert (gap := float(other.gap(prompt, after).max())) <= TOGETHER, gap
         old, new = (each.logprobs(prompt, after.token_ids) for each in (seer, other))
         assert (new - old).abs().max() > 1e-2
         assert before.version_runs == [(0, 0)] and after.version_runs == [(0, 1)]
