@@ -413,7 +413,7 @@ class DoorThread(DoorEnd):
             self.problem = f"{self._door.library} gives only one thread of a process a voice"
             return
         self.library = self._door.library
-        self._thread = threading.Thread(target=self._door.run, name="mpi door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="mpi door", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -421,6 +421,15 @@ class DoorThread(DoorEnd):
             self.problem = "it was closed"
             self._door.is_closed = True
             self._thread.join()  # before MPI ends
+
+    def _run(self) -> None:
+        try:
+            self._door.run()
+        except Exception as error:
+            log.exception("MPI: the door has ended")
+            with self._changed:
+                self.problem = _last_line(error)
+                self._changed.notify_all()
 
     def _tell(self, **order: object) -> None:
         self._door.orders.put(order)
