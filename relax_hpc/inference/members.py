@@ -274,7 +274,7 @@ class EngineRegistry:
         self._clients: dict[Key, EngineClient] = {}
         self._released: dict[Key, list[str]] = {}
         self._silent_since: dict[Key, float] = {}
-        """Of members that are healthy and do not answer."""
+        """Member that is healthy and does not answer -> begin of its silence."""
         self._told = set[Key]()
         self._has_met = False
         """Whether any member ever answered."""

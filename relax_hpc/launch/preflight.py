@@ -262,10 +262,12 @@ def tell_meeting(config: JobConfig, say: Say = _silent) -> None:
     """Says how engines will be asked into the group that gets weights, and why not better."""
     if not isinstance(config, RunConfig) or config.weights.transport != "collective":
         return
+    if config.rollout_pool.placement == "actor":  # they share memory, and join nothing
+        return
     bootstrap = config.launch.advanced.bootstrap
     if bootstrap in ("files", "http"):
         say(f"weights: engines join by {bootstrap} (launch.advanced.bootstrap)")
-    elif find_launcher() is None:
+    elif bootstrap != "mpi_job" and find_launcher() is None:
         say(f"weights: engines join by HTTP: {MISSING}, here at least")
     else:
         say("weights: engines join by MPI")

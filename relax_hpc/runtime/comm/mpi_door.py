@@ -347,6 +347,13 @@ class DoorEnd:
                     log.info("MPI: %s", why)
             self._changed.notify_all()
 
+    def _end(self, why: str) -> None:
+        """Wakes who waits for a door that is no more."""
+        with self._changed:
+            self.problem = self.problem or why
+            self._links.clear()
+            self._changed.notify_all()
+
 
 class DoorProcess(DoorEnd):
     """Starts the process, and ends it."""
@@ -396,11 +403,8 @@ class DoorProcess(DoorEnd):
             said = json.loads(line)
             reason = said.get("broken", reason)
             self._note(**said)
-        with self._changed:
-            ended = f"the process of MPI ended with {self._process.wait()}"
-            self.problem = self.problem or reason or ended
-            self._links.clear()
-            self._changed.notify_all()
+        ended = f"the process of MPI ended with {self._process.wait()}"
+        self._end(reason or ended)
 
 
 class DoorThread(DoorEnd):
@@ -427,9 +431,7 @@ class DoorThread(DoorEnd):
             self._door.run()
         except Exception as error:
             log.exception("MPI: the door has ended")
-            with self._changed:
-                self.problem = _last_line(error)
-                self._changed.notify_all()
+            self._end(_last_line(error))
 
     def _tell(self, **order: object) -> None:
         self._door.orders.put(order)

@@ -23,7 +23,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""Those whose tensors differ from the hub's by name, type and, for llama, order alone."""
+"""Architectures whose tensors differ from the hub's by name, type and, for llama, order alone."""
 _HEAD, _EMBEDDING = "output.weight", "token_embd.weight"
 _ROWS = 1 << 13
 """Rows that are dequantised at a time."""
@@ -111,10 +111,8 @@ class GgufFile:
         config.dtype = torch.bfloat16
         config.save_pretrained(folder)
         tokens = {
-            f"{name}_token_id": self.field(
-                f"tokenizer.ggml.{name if name != 'pad' else 'padding'}_token_id"
-            )
-            for name in ("bos", "eos", "pad")
+            f"{name}_token_id": self.field(f"tokenizer.ggml.{here}_token_id")
+            for name, here in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
         }
         GenerationConfig(**tokens).save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(
@@ -168,7 +166,7 @@ class GgufFile:
     def _rows(self, name: str, first: int, count: int) -> np.ndarray:
         tensor = self._tensors[name]
         part = np.array(tensor.data[first : first + count])
-        if tensor.tensor_type in (self._gguf.GGMLQuantizationType.F32,):
+        if tensor.tensor_type == self._gguf.GGMLQuantizationType.F32:
             return part
         return self._gguf.dequantize(part, tensor.tensor_type)
 
