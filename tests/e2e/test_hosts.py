@@ -17,6 +17,7 @@ import psutil
 import pytest
 from cluster import local_slurm
 from e2e_runs import (
+    assert_whole,
     cli,
     events_of,
     has_done,
@@ -102,13 +103,6 @@ def net_of(process):
     return Path(f"/proc/{process.pid}/ns/net").readlink()
 
 
-def assert_all_trained(run_dir, timeout_s):
-    after = wait_until_over(run_dir, timeout_s)
-    assert after["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
-    counts = after["progress"]["trajectories"]
-    assert counts["trained"] == STEPS * PROMPTS * SIBLINGS and counts["trained_twice"] == 0
-
-
 @pytest.mark.parametrize("network", ["eth0", "ib0"])
 def test_engines_join_over_the_chosen_network_by_mpi_and_no_request_crosses_it(
     hosts, tiny, tmp_path, network
@@ -165,7 +159,7 @@ def test_what_scores_and_values_works_from_a_host_of_its_own(hosts, tiny, tmp_pa
     if job.endswith("distill"):
         settings["teachers.sums.path"] = tiny / "model"
     run_dir = submit(job, tiny, local=False, **settings).run_dir
-    assert_all_trained(run_dir, 300)
+    assert_whole(run_dir, wait_until_over(run_dir, 300), STEPS, PROMPTS, SIBLINGS)
 
 
 def test_agents_speak_to_engines_of_two_hosts(hosts, tiny, tmp_path, monkeypatch):
@@ -178,7 +172,7 @@ def test_agents_speak_to_engines_of_two_hosts(hosts, tiny, tmp_path, monkeypatch
         "engines.rollout.count": 2, "engines.rollout.resources.nodes": 2,
     }  # fmt: skip
     run_dir = submit("demo", tiny, local=False, **settings).run_dir
-    assert_all_trained(run_dir, 300)
+    assert_whole(run_dir, wait_until_over(run_dir, 300), STEPS, PROMPTS, SIBLINGS)
     assert len({json.loads(path.read_text())["url"].split(":")[1]
                 for path in run_dir.glob("members/*.json")}) == 2  # fmt: skip
 
@@ -189,7 +183,7 @@ def test_two_jobs_of_one_run_meet_in_files_alone(hosts, tiny, tmp_path):
         "launch.advanced.idle_s": 3, "schedule.max_staleness": 2,
     }  # fmt: skip
     run_dir = submit("demo", tiny, local=False, **settings).run_dir
-    assert_all_trained(run_dir, 400)
+    assert_whole(run_dir, wait_until_over(run_dir, 400), STEPS, PROMPTS, SIBLINGS)
 
 
 def test_a_network_that_leads_to_nobody_ends_the_run_by_its_name(hosts, tiny, tmp_path):
