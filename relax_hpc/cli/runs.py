@@ -331,8 +331,10 @@ def peek(
     until = Watch(run_dir).is_over if follow else (lambda: True)
     with going_on(run):
         for number, found in enumerate(sight.follow(groups, tokens, until=until)):
-            output.show(Console(), found.groups, by=None)
-            for remark in found.remarks if number == 0 else ():
+            shown = list(found.groups)
+            output.show(Console(), shown, by=None)
+            remarks = [sight.describe_unmarked(shown), *found.remarks] if number == 0 else []
+            for remark in filter(None, remarks):
                 echo(remark, err=True)
 
 

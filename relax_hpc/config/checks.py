@@ -202,6 +202,11 @@ def _check_separate_sides(config: "RunConfig") -> None:
             f"launch.advanced.bootstrap = 'mpi_job': {apart} there is no step of all "
             "components; use 'mpi'"
         )
+    if waiting := [name for name in config.eval if config.eval[name].advanced.one_policy]:
+        raise ValueError(
+            f"eval.{waiting[0]}.advanced.one_policy = true: {apart} engines take the next policy "
+            "whenever it is there; use false"
+        )
     if config.prompts.retire_after:
         raise ValueError(
             f"prompts.retire_after = {config.prompts.retire_after}: {apart} the trainer may not be "

@@ -26,13 +26,14 @@ _ADVANCED = {
     "reward": "memory_gib most_errors solved_at workers",
     "rollout": "max_continuations groups_per_shard over_sampling routed_experts",
     "engines.<name>": "start_timeout_s hang_timeout_s drain_slow",
+    "eval.<name>": "one_policy",
     "critic": "weights value_clip returns_lambda",
     "bus": "compress",
     "weights": (
         "kv_cache modules_to_not_convert bucket_bytes checksum_every max_logprob_gap timeout_s"
     ),
 }
-"""Section -> its former keys that are in its `advanced`."""
+"""Section -> the keys in its `advanced`, most of which were in it before."""
 MOVED = {
     "actor.ddp": "actor.optimizer.ddp",
     "algorithm.name": "algorithm.preset",

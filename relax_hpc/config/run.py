@@ -86,6 +86,12 @@ class BusConfig(Section):
     advanced: BusAdvanced = BusAdvanced()
 
 
+class EvalAdvanced(Section):
+    one_policy: bool | None = None
+    """Whether training waits for an evaluation, so that one policy samples all of it. Unset: where
+    engines are on the actor's GPUs."""
+
+
 class EvalConfig(Section):
     """A held-out set of prompts: scored before, during and after training."""
 
@@ -110,6 +116,7 @@ class EvalConfig(Section):
     `rollout.stop`; [] is none."""
     max_new_tokens: Positive | None = None
     """Most tokens of a response; unset is `rollout.max_new_tokens`."""
+    advanced: EvalAdvanced = EvalAdvanced()
 
 
 def _network(value: str) -> str:
@@ -341,6 +348,11 @@ class RunConfig(JobConfig):
         size = self.engines[pool]
         tasks = [f"{pool}-{rank}" for rank in range(size.num_hosts)]
         return [name for task in tasks for name in engines_of(task, size.engines_per_task)]
+
+    def waits_for_eval(self, name: str) -> bool:
+        """Whether training waits until this held-out set is sampled with one policy."""
+        asked = self.eval[name].advanced.one_policy
+        return self.rollout_pool.placement == "actor" if asked is None else asked
 
     @property
     def reference_model(self) -> ModelConfig:

@@ -11,6 +11,7 @@ import pickle
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -104,6 +105,17 @@ class EngineClient(Closing):
         self._post("/pause_generation", {"mode": "retract"})
         if self._has_prefix_cache:  # else they would find their own beginnings there
             self.flush_cache()
+
+    def freeze_heap(self, timeout_s: float) -> None:
+        """Lets the server's garbage collector pass over what exists by now: modules and buffers
+        that live as long as it. With 1,000 requests it spends up to 40 % of its time there."""
+        with suppress(EngineLostError):
+            self._http.status("POST", "/freeze_gc", timeout_s=timeout_s)
+
+    def shut(self) -> None:
+        """Ends all requests, and keeps new ones until it is resumed; SGLang outside of its
+        scheduler, so that it stays idle."""
+        self._post("/pause_generation", {"mode": "abort"})
 
     def resume(self) -> None:
         self._post("/continue_generation", {})

@@ -343,7 +343,10 @@ class _Start(NamedTuple):
                     engine.stop()
                     raise
                 try:
-                    return self._wait_until(engine.is_healthy, engine, sglang.phase, gate)
+                    self._wait_until(engine.is_healthy, engine, sglang.phase, gate)
+                    with engine.client() as client:
+                        client.freeze_heap(_HEALTH_S)
+                    return engine
                 except EngineError:
                     last = attempt + 1 == attempts
                     if last or not sglang.port_taken(engine.output()):

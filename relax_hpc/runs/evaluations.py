@@ -217,9 +217,7 @@ def _figure(figure: Figure | None) -> str:
 
 
 def _policy(found: Evaluation) -> str:
-    if found.version == found.version_max:
-        return str(found.version)
-    return f"{found.version} to {found.version_max}"
+    return history.describe_policies(found.version, found.version_max)
 
 
 def _remarks(evaluations: Sequence[Evaluation]) -> list[str]:

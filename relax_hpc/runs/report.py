@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from relax_hpc import errors
@@ -295,9 +296,11 @@ def _of_sft(done: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _of_rl(done: dict[str, Any]) -> list[tuple[str, str]]:
-    count, reward = done["trajectories"], done["last_reward"]
+    count, reward, cut = done["trajectories"], done["last_reward"], done.get("last_truncated")
+    of_cut = f", {cut:.1%} of responses cut off" if cut else ""
+    at = f"at step {done['steps_done']}{of_cut}"
     return [
-        *([] if reward is None else [("reward", f"{reward:.3f} at step {done['steps_done']}")]),
+        *([] if reward is None else [("reward", f"{reward:.3f} {at}")]),
         *_speed(done),
         *_heldout_sets(done),
         ("trajectories", f"{count['committed']} committed, {count['trained']} trained on, "
@@ -424,11 +427,29 @@ def _heldout_sets(done: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _heldout(before: float | None, after: float | None, newest: dict[str, Any] | None) -> str:
-    """Formats the scores before and after; for an unfinished run the newest with its step."""
+def _heldout(
+    before: float | None,
+    after: float | None,
+    newest: dict[str, Any] | None,
+    policies: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    truncated: Mapping[str, float | None] = MappingProxyType({}),
+) -> str:
+    """Formats the scores before and after; for an unfinished run the newest with its step. Behind
+    them what is not as one would think: several policies, responses that were cut off."""
+
+    def note(name: str) -> str:
+        oldest, last = policies.get(name, (0, 0))
+        said = [f"policies {history.describe_policies(oldest, last)}"] * (oldest < last)
+        if name == "before" and oldest == last > 0:
+            said = [f"policy {oldest}"]
+        if part := truncated.get(name):
+            said.append(f"{part:.1%} cut off")
+        return f" ({', '.join(said)})" if said else ""
+
+    begun = f"{_score(before)} before{note('before')}"
     if after is None and newest is not None:
-        return f"{_score(before)} before, {_score(newest['value'])} at step {newest['step']}"
-    return f"{_score(before)} before, {_score(after)} after"
+        return f"{begun}, {_score(newest['value'])} at step {newest['step']}{note('newest')}"
+    return f"{begun}, {_score(after)} after{note('after')}"
 
 
 def _score(value: float | None) -> str:

@@ -103,12 +103,21 @@ def _results(done: dict[str, Any]) -> list[str]:
         before, newest = each["before"], each["newest"]
         if before is not None and newest is not None:
             which = f" {name}" * (len(sets) > 1)
-            said.append(f"held-out{which} {before:.3f} -> {newest['value']:.3f}")
+            first, last = (_several(each, name) for name in ("before", "newest"))
+            said.append(f"held-out{which} {before:.3f}{first} -> {newest['value']:.3f}{last}")
+    if cut := done.get("last_truncated"):
+        said.append(f"{cut:.1%} cut off")
     if done["tokens_per_s"] is not None:
         said.append(f"trained {short(done['tokens_per_s'])} tok/s")
     if "max_staleness_seen" in done:
         said.append(f"staleness <= {done['max_staleness_seen']}")
     return said
+
+
+def _several(of_set: dict[str, Any], name: str) -> str:
+    """Describes the policies behind a held-out score, if they are several."""
+    oldest, newest = of_set.get("policies", {}).get(name, (0, 0))
+    return f" ({history.describe_policies(oldest, newest)})" if oldest < newest else ""
 
 
 def _facts(run: RunStatus) -> list[str]:
@@ -141,9 +150,12 @@ def _curve(events: Sequence[Event]) -> Iterator[RenderableType]:
 
 def _heldout(events: Sequence[Event]) -> Iterator[str]:
     """Formats the newest points of each held-out set, a line each."""
-    points = [(p.name, p.version, p.reward) for p in history.heldout(events, every_set=True)]
+    points = [
+        (p.name, history.describe_policies(p.version, p.version_max), p.reward)
+        for p in history.heldout(events, every_set=True)
+    ]
     points += [
-        ("loss", int(e["step"]), float(e["loss"]))
+        ("loss", str(e["step"]), float(e["loss"]))
         for e in history.heldout_losses(events)
         if e["loss"] is not None
     ]

@@ -149,6 +149,7 @@ def sum_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> dict[
         "engines_joined_by": _describe_joins(events),
         "checksums_equal": _checksums_equal(events),
         "last_reward": last.get("reward/mean") if last else None,
+        "last_truncated": last.get("response/truncated") if last else None,
         "reward_errors": _reward_errors(events, heldout=False),
         "heldout_reward_errors": _reward_errors(events, heldout=True),
     }
@@ -295,17 +296,21 @@ def _heldout(events: Sequence[Event], num_steps: int) -> dict[str, Any]:
 
 
 def _of_set(events: Sequence[Event], num_steps: int) -> dict[str, Any]:
-    """First score, the last policy's, and the newest after the first."""
+    """First score, the last policy's, and the newest after the first; by these names, the policies
+    that sampled and the part of the samples that was cut off."""
     points = history.heldout(events, every_set=True)
-    before = [p.reward for p in points if p.when == "before"]
+    before = [p for p in points if p.when == "before"]
     # Of the run's last step: it may have had fewer steps before. Older versions wrote 0.
     at_end = [e for e in events if e["number"] in (0, num_steps)]
-    after = [p.reward for p in history.heldout(at_end, every_set=True) if p.when == "after"]
+    after = [p for p in history.heldout(at_end, every_set=True) if p.when == "after"]
     since = [p for p in points if p.when != "before"]
+    told = {"before": before[:1], "after": after[-1:], "newest": since[-1:]}
     return {
-        "before": before[0] if before else None,
-        "after": after[-1] if after else None,
+        "before": before[0].reward if before else None,
+        "after": after[-1].reward if after else None,
         "newest": {"step": since[-1].version, "value": since[-1].reward} if since else None,
+        "policies": {n: [p.version, p.version_max] for n, found in told.items() for p in found},
+        "truncated": {n: p.truncated for n, found in told.items() for p in found},
     }
 
 

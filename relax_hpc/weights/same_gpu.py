@@ -40,7 +40,7 @@ from relax_hpc.weights.transport import (
 )
 
 _BUFFERS = 2
-_POLL_S, _IDLE_POLL_S = 1e-3, 0.1
+_POLL_S, _IDLE_POLL_S, _STARTS_POLL_S = 1e-3, 0.01, 0.1
 
 
 @dataclass
@@ -204,10 +204,6 @@ def _lanes(member: Member) -> range:
     return range(member.lane, member.lane + member.num_ranks)
 
 
-NOTICE_S = 3.0
-"""Time until every client knows that an engine takes no requests: clients look once a second."""
-
-
 class Sleep:
     """Puts engines to sleep and wakes them. Lives in rank 0 of the trainer."""
 
@@ -229,15 +225,13 @@ class Sleep:
         """Lets missing engines start; the others wake when they get weights."""
         members.give(self._register.paths, self._attempt, "engines")
 
-    def fall_asleep(
-        self, *, notice_s: float = 0.0, on_wait: Callable[[], None] = lambda: None
-    ) -> None:
+    def fall_asleep(self, *, on_wait: Callable[[], None] = lambda: None) -> None:
         """Waits until every engine has released its memory.
 
-        Unfinished requests go back to their clients, which send them again afterwards.
+        Unfinished requests go back to their clients. Those send them again, and engines keep what
+        comes from now on until they have woken.
 
         Args:
-            notice_s: how long an engine has to be idle before it counts as idle.
             on_wait: polled while waiting.
 
         Raises:
@@ -258,7 +252,7 @@ class Sleep:
         slept, failed = each(
             self._threads,
             awake,
-            lambda engine: self._release(engine, notice_s),
+            self._release,
             2 * self._timeout_s,
             on_wait,
         )
@@ -274,32 +268,26 @@ class Sleep:
     def close(self) -> None:
         self._threads.shutdown(wait=False)
 
-    def _release(self, engine: EngineClient, notice_s: float) -> None:
+    def _release(self, engine: EngineClient) -> None:
         deadline = time.monotonic() + self._timeout_s
-        self._wait_until_idle(engine, notice_s, deadline)
-        engine.pause()
-        while engine.num_requests():  # of who had not noticed yet
+        self._empty(engine, deadline)
+        while not _has_released(engine):
             engine.resume()
-            self._wait_until_idle(engine, NOTICE_S, deadline)
-            engine.pause()
-        engine.release_memory(MEMORY)
+            self._empty(engine, deadline)
 
-    def _wait_until_idle(self, engine: EngineClient, notice_s: float, deadline: float) -> None:
-        idle_since = None
-        while idle_since is None or time.monotonic() < idle_since + notice_s:
-            left = engine.num_requests()
-            if left:
-                engine.abort_all()
-                idle_since, notice_s = None, NOTICE_S
-            elif idle_since is None:
-                idle_since = time.monotonic()
-                continue
+    def _empty(self, engine: EngineClient, deadline: float) -> None:
+        """Ends its requests, and has it keep further ones for later: clients that have not noticed
+        ask again within a tenth of a second."""
+        while left := engine.num_requests():
+            engine.abort_all()
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"does not release its memory: {left} requests still run after "
                     f"{self._timeout_s:g} s"
                 )
             time.sleep(_IDLE_POLL_S)
+        engine.shut()
+        engine.pause()
 
     def _wait_while_any(
         self, is_awaited: Callable[[Member], bool], said: str, on_wait: Callable[[], None]
@@ -311,7 +299,7 @@ class Sleep:
                 names = ", ".join(f"{m.id} ({m.reason})" if m.reason else m.id for m in left)
                 raise PeerTimeoutError(f"{said.format(f'{self._start_timeout_s:g} s')}: {names}")
             on_wait()
-            time.sleep(_IDLE_POLL_S)
+            time.sleep(_STARTS_POLL_S)
 
     def _is_to_end(self, member: Member) -> bool:
         return member.state == "HEALTHY" and self._register.state(member) == "FENCED"
@@ -320,3 +308,17 @@ class Sleep:
         return [
             member for member in self._register.list_announced() if member.attempt == self._attempt
         ]
+
+
+def _has_released(engine: EngineClient) -> bool:
+    """Has a paused engine release its memory, unless it was asked again: the embedded one counts
+    and refuses what comes, SGLang keeps it outside."""
+    if engine.num_requests():
+        return False
+    try:
+        engine.release_memory(MEMORY)
+    except EngineError:
+        if engine.num_requests():
+            return False
+        raise
+    return True

@@ -125,6 +125,22 @@ def test_a_pause_freezes_requests_which_then_run_to_their_end(engine):
         assert error[switch : switch + 20].max() > 0.01
 
 
+def test_an_engine_that_is_shut_ends_its_requests_and_answers_later_ones_when_it_is_resumed(engine):
+    client = engine.client()
+    with fixtures.generating(engine, fixtures.prompt_of(6), [1, 2]) as running:
+        client.shut()
+    assert {each.finish for each in running.result()} == {FinishReason.ABORT}
+    assert client.num_requests() == 0
+    client.pause()
+    with ThreadPoolExecutor(1) as thread:
+        late = thread.submit(fixtures.generate, engine, fixtures.prompt_of(7), [1])
+        time.sleep(0.5)
+        assert not late.done() and client.num_requests() == (engine.kind == "embedded")
+        client.resume()
+        [done] = late.result(timeout=60)
+    assert done.finish is FinishReason.LENGTH
+
+
 def test_a_prompt_seen_before_an_update_is_answered_by_the_new_policy_alone(engine):
     client, prompt = engine.client(), fixtures.prompt_of(20)
     fixtures.generate(engine, prompt, [1, 2])

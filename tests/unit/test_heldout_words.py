@@ -4,10 +4,12 @@ import logging
 from dataclasses import replace
 
 import pytest
+from board_runs import event
+from test_telemetry import timed
 
 from relax_hpc.config import job_file
 from relax_hpc.roles.rollout.heldout import Begun, Due, HeldoutRow, ScoreBoard, TaskScore
-from relax_hpc.runs import report, status, summary
+from relax_hpc.runs import report, screen, status, summary
 from relax_hpc.runs.scale.records import Extra, ScaleState
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry import history
@@ -30,11 +32,12 @@ LATE = [  # the task of rank 1 is killed and starts again
     (1, BEFORE, share(0, 1.0, 2), "before, policy 0: 0.600 (h)"),
     (0, SECOND, share(25, 1.0, 4), ""),
     (1, SECOND, share(27, 1.0, 4), ""),
-    (2, SECOND, share(26, 1.0, 4), "during, policies 25 to 27: 0.250 (h)"),
+    (2, SECOND, TaskScore(26, 26, 1.0, 4, 0, 99, 3),
+     "during, policies 25 to 27: 0.250 (h, 25.0% cut off)"),
     ("1 again", AFTER, share(30, 4.0, 4), ""),
     (0, AFTER, share(30, 4.0, 4), ""),
     (2, AFTER, share(30, 4.0, 4), "after, policy 30: 1.000 (h)"),
-]
+]  # fmt: skip
 UNSCORED = [
     (0, BEFORE, TaskScore(0, 0, 1.0, 1, 3), ""),
     (1, BEFORE, TaskScore(0, 0, 1.0, 3, 0),
@@ -99,7 +102,7 @@ RUNS = {
 def text(tmp_path):
     """`status` of a run of 30 steps that did some and was evaluated after others."""
 
-    def of(kind, steps, evaluated, failed=(), sets=("h",)):
+    def of(kind, steps, evaluated, failed=(), sets=("h",), wide=0, cut=None):
         paths = RunPaths(tmp_path / kind)
         paths.root.mkdir(exist_ok=True)
         tree = {"name": kind, "model": {"path": "m"}} | RUNS[kind]
@@ -112,7 +115,8 @@ def text(tmp_path):
                 when = {0: "before", 30: "after"}.get(step, "during")
                 if kind == "rl":
                     share = {"correct": 10 * value, "num_samples": 10}
-                    share |= {"number": step, "version": step, "version_max": step}
+                    share |= {"number": step, "version": step, "version_max": step + wide}
+                    share |= {} if cut is None else {"num_truncated": cut}
                     for name in sets:
                         events.emit("eval", when=when, name=name, headline=name == "h", **share)
                 else:
@@ -145,6 +149,21 @@ def test_status_tells_each_of_several_held_out_sets_by_its_name_the_first_one_fi
         "held-out 0.500 before, 1.000 after (h)",
         "held-out 0.500 before, 1.000 after (a)",
     ]
+
+
+def test_status_says_which_policies_a_score_is_of_unless_it_is_of_one_and_how_much_was_cut_off(
+    text,
+):
+    def told(*args, **more):
+        lines = text("rl", *args, **more).splitlines()
+        return [" ".join(line.split()) for line in lines if "held-out" in line]
+
+    assert told(30, {0: 0.5, 30: 1.0}, cut=0) == ["held-out 0.500 before, 1.000 after"]
+    assert told(25, {0: 0.5, 20: 0.75}, wide=2, cut=1) == [
+        "held-out 0.500 before (policies 0 to 2, 10.0% cut off), 0.750 at step 20 "
+        "(policies 20 to 22, 10.0% cut off)"
+    ]
+    assert "held-out 0.500 (0 to 2) -> 0.750 (20 to 22)" in screen._results(text.run.progress)
 
 
 def test_status_counts_rewards_that_failed_and_says_why_the_first_did(text):
@@ -180,24 +199,11 @@ def test_an_engine_that_was_removed_stands_apart_from_the_versions_that_there_ar
     )
 
 
-def event(time, kind, **fields):
-    return {"time": time, "event": kind, "role": "actor", "rank": 0} | fields
-
-
-def step(time, number, seconds):
-    return event(time, "step", step=number, **{"time/step": seconds})
-
-
 RUN = [
-    event(1000, "start", attempt="7.0"),
-    step(1300, 1, 200.0),
-    step(1900, 2, 500.0),
-    event(2100, "start", attempt="7.1"),
-    step(2200, 3, 90.0),
-    step(2290, 4, 80.0),
-    event(2400, "start", attempt="7.2"),
-    step(2500, 4, 90.0),
-]
+    event("start", 1000, attempt="7.0"), timed(1, 1300, 200.0), timed(2, 1900, 500.0),
+    event("start", 2100, attempt="7.1"), timed(3, 2200, 90.0), timed(4, 2290, 80.0),
+    event("start", 2400, attempt="7.2"), timed(4, 2500, 90.0),
+]  # fmt: skip
 
 
 def test_what_was_drained_and_what_is_trained_again_is_waste_of_the_last_ten_minutes():

@@ -1,33 +1,40 @@
 """The rollout loop: how far it runs ahead, what it skips, when it publishes, and a full bus."""
 
+import asyncio
 import errno
 import random
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
 import episode_fakes
 import numpy as np
 import pytest
-from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus
+from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus, whole_batch
 from bus_fixtures import group as prompt_group
 from episode_fakes import Folder
 from roles import role_fakes
 from roles.role_fakes import Events
 
 from relax_hpc.bus import durable, layout
+from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import Credit, CreditTail
 from relax_hpc.bus.durable import BusFullError
+from relax_hpc.bus.plan import read_chain
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.skips import SkippedGuids
 from relax_hpc.bus.staleness import mask_over_age
+from relax_hpc.data.source import Prompt
 from relax_hpc.inference.members import Member, Roster, RosterEntry
 from relax_hpc.inference.pool_client import engine_state
 from relax_hpc.roles.dealing.portions import judge_of, most_skipped
 from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.roles.rollout import skips as skips_module
+from relax_hpc.roles.rollout.episodes import Grouper, seed_of
 from relax_hpc.roles.rollout.folders import Folders
-from relax_hpc.roles.rollout.loop import Pace
+from relax_hpc.roles.rollout.heldout import Evaluator
+from relax_hpc.roles.rollout.pace import Pace
 from relax_hpc.roles.rollout.skips import TaskSkips, exchange_of
 from relax_hpc.runtime.files.records import read_json
 from relax_hpc.runtime.paths import RunPaths
@@ -156,6 +163,85 @@ def test_tasks_that_have_nothing_to_do_tell_each_other_what_is_skipped(tmp_path,
         assert [task.unknown_to(half) for task in tasks] == [[1], [1]]
         assert [task.unknown_to(Credit(seen=(1, 1))) for task in tasks] == [[], []]
         assert [task.unknown_to(Credit()) for task in tasks] == [[], []]
+
+
+# groups begun early, for the places of groups that will probably be skipped
+
+STEPS, FLAT = 8, 3
+"""Of every five groups, FLAT have no spread."""
+
+
+class Engines:
+    """Sample two tokens, each with the policy of its moment; responses take 1 to 40 ms."""
+
+    def __init__(self):
+        self.now, self.asked = 0, Counter()
+
+    async def version(self):
+        return self.now
+
+    async def sample(self, given, draft, how, *, seed, homes):
+        sibling = seed != seed_of(0, homes[1], 0)
+        self.asked[homes[1]] += not sibling and not draft.token_ids
+        while len(draft.token_ids) < 2:
+            await asyncio.sleep(random.Random(seed).choice((0.001, 0.01, 0.02)))
+            answer = episode_fakes.answer
+            found = answer(draft, [int(sibling)], [-0.5], [(len(draft.token_ids), self.now)])
+        return found
+
+
+class Asked:
+    async def fetch(self, guid):
+        return Prompt(guid, [7], str(int(random.Random(guid // 5).sample(range(5), 5)[guid % 5])))
+
+
+def train(made, paths, engines):
+    lag = made.schedule.max_staleness
+    with Sequencer(
+        paths, prompts_per_step=P, position=None, max_staleness=lag, judge=judge_of(made)
+    ) as trainer:
+        for step in range(1, STEPS + 1):
+            whole_batch(trainer, step, timeout_s=20)
+            engines.now = step
+            trainer.advance(step=step, policy_version=step)
+        trainer.finish()
+
+
+async def sample(made, paths, engines, events):
+    tasks = made.rollout_pool.num_hosts
+    parts = episode_fakes.episodes(
+        made, engines, lambda r, s: 1.0 if int(s.answer) < FLAT else float(r[0])
+    )
+    with ExitStack() as opened:
+        for number in range(tasks):
+            folders = opened.enter_context(Folders.open(paths, number, tasks, {}))
+            evaluator = Evaluator(made, {"heldout": []}, parts, Events(), episode_fakes.Board())
+            loop = rollout.run(
+                made, engines, Grouper(made, Asked(), parts), evaluator, folders,
+                CreditTail(paths), events, episode_fakes.NoEnd(), TaskSkips(made, folders),
+            )  # fmt: skip
+            opened.callback(asyncio.create_task(loop).cancel)
+        await asyncio.to_thread(train, made, paths, engines)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_groups_begun_early_change_neither_batches_nor_lag(tmp_path, tasks, lag):
+    made = config(lag, engines__rollout__count=tasks, run_root=tmp_path)
+    paths, engines, events = RunPaths(tmp_path).bus, Engines(), Events()
+    layout.create(paths, [f"rollout-{n}" for n in range(tasks)], {})
+    asyncio.run(asyncio.wait_for(sample(made, paths, engines, events), 60))
+    steps = read_chain(paths).steps
+    answers = [asyncio.run(Asked().fetch(guid)).answer for guid in range(200)]
+    teaching = [guid for guid in range(200) if int(answers[guid]) >= FLAT]
+    assert [guid for step in steps for guid in step.guids] == teaching[: P * STEPS]
+    assert all(step.policy_version_min >= step.step - 1 - lag for step in steps)
+    counts = audit(paths)
+    assert (counts.dropped, counts.duplicates, counts.over_age) == (0, 0, 0)
+    early = sum(event.get("groups/early", 0) for event in events.of("waits"))
+    surplus = sum(event.get("groups/surplus", 0) for event in events.of("waits"))
+    again = sum(engines.asked.values()) - len(engines.asked)
+    assert lag or (early > STEPS and again >= surplus > 0)
 
 
 PROMPTS = 4

@@ -18,7 +18,6 @@ from relax_hpc.runtime.comm.bucket import BucketPlan, Spec
 from relax_hpc.runtime.comm.orders import Receipt
 from relax_hpc.runtime.comm.world import SoloWorld
 from relax_hpc.runtime.paths import RunPaths
-from relax_hpc.weights import same_gpu
 from relax_hpc.weights.publish import Publisher
 from relax_hpc.weights.same_gpu import Sleep
 from relax_hpc.weights.snapshot import SnapshotWriter
@@ -49,6 +48,9 @@ class FakeEngine:
 
     def resume(self):
         self.calls.append("resume")
+
+    def shut(self):
+        self.calls.append("shut")
 
     def checksum(self):
         return "x"
@@ -322,8 +324,7 @@ def test_a_load_that_fails_or_takes_too_long_fences_its_engine_and_nobody_waits_
 
 
 @pytest.fixture
-def beds(tmp_path, monkeypatch):
-    monkeypatch.setattr(same_gpu, "NOTICE_S", 0.2)
+def beds(tmp_path):
     return House(tmp_path)
 
 
@@ -331,7 +332,7 @@ def test_requests_are_handed_back_and_memory_is_taken_again_before_weights_are_l
     engine = beds.begin(requests=2)
     asleep, publisher = beds.trainer()
     asleep.fall_asleep()
-    assert engine.calls == ["abort", "pause", "release weights kv_cache"]
+    assert engine.calls == ["abort", "shut", "pause", "release weights kv_cache"]
     assert beds.holds("rollout-0")[0] == "ASLEEP"
     assert not members.is_with_engines(beds.paths, ATTEMPT)
     engine.calls.clear()
@@ -342,25 +343,30 @@ def test_requests_are_handed_back_and_memory_is_taken_again_before_weights_are_l
     assert Roster.read(beds.paths).serves("rollout-0", f"{ATTEMPT}-1-1")
 
 
-def test_who_asks_while_an_engine_is_paused_is_handed_back_too(beds):
+@pytest.mark.parametrize("when", ["pause", "release"])
+def test_who_asks_while_an_engine_is_paused_is_handed_back_too(beds, when):
+    """An embedded engine counts what it keeps for later, and refuses to sleep with it."""
+
+    late = {when: 3}
 
     class Asked(FakeEngine):
-        late = 3
-
         def pause(self):
             super().pause()
-            self.requests, self.late = self.late, 0
+            self.requests = late.pop("pause", 0)
 
         def release_memory(self, tags):
-            assert not self.requests, "only an idle engine releases memory"
+            assert not self.requests, "SGLang would end"
+            self.requests += late.pop("release", 0)
+            if self.requests:
+                raise EngineError("only an idle engine releases memory")
             super().release_memory(tags)
 
     beds.begin()
     engine = beds.engines["rollout-0", f"{ATTEMPT}-1-1"] = Asked()
     asleep, _ = beds.trainer()
     asleep.fall_asleep()
-    assert engine.calls[:4] == ["pause", "resume", "abort", "pause"]
-    assert engine.calls[4].startswith("release")
+    assert engine.calls[:6] == ["shut", "pause", "resume", "abort", "shut", "pause"]
+    assert engine.calls[6].startswith("release") and beds.holds("rollout-0")[0] == "ASLEEP"
 
 
 def test_an_engine_that_does_not_stop_is_fenced_and_named_until_its_owner_ends_it(beds):

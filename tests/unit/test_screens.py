@@ -213,6 +213,7 @@ def test_tokens_that_are_trained_and_tokens_that_are_sampled_are_told_apart(run)
     """691 tokens/s are trained, prompts and all; an engine sampled 39 of them a second."""
     paths = RunPaths(run.run_dir)
     done = step(1) | {"num_tokens": 1382, "time/step": 2.0, "tokens_per_s": 691.0}
+    done["response/truncated"] = 0.042
     emit(paths, "actor-0", done)
     load = {"event": "load", "time": NOW, "seconds": 10.0, "in_flight": 1, "version": 1}
     emit(paths, "rollout-0", load | {"id": "rollout-0", "num_tokens": 390})
@@ -224,7 +225,9 @@ def test_tokens_that_are_trained_and_tokens_that_are_sampled_are_told_apart(run)
     assert ["rollout-0", "active", "-", "v12", "39", "1"] in rows
     status = CliRunner().invoke(cli.app, ["status", "run"]).output
     assert "speed         691 tokens/s trained, with prompts\n" in status
-    assert "| trained 691 tok/s |" in step_line(done, 30, None)
+    assert "cut off" in watched and "at step 1, 4.2% of responses cut off\n" in status
+    line = step_line(done, 30, None)
+    assert "| 4.2% cut off |" in line and "| trained 691 tok/s |" in line
 
 
 def job(slurm, count=1, **sections):

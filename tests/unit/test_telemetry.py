@@ -212,11 +212,18 @@ def test_every_held_out_set_is_drawn_and_named_and_none_that_there_is_not(
         evaluation(
             "during", n, 0, 100 * values[n], 100, 10.0 + n, n, name=name, headline=name == "set-0"
         )
+        | {"version_max": 2 * n, "num_truncated": 25 * n}
         for name, values in sets.items()
         for n in (0, 1)
     ]
-    write(tmp_path, [*(step(n, n, 0.5) for n in (1, 2, 3)), *evaluated])
-    upper = drawn_by(monkeypatch, curve.plot, tmp_path).axes[0]
+    steps = [step(n, n, 0.5) | {"response/truncated": n / 8} for n in (1, 2, 3)]
+    write(tmp_path, [*steps, *evaluated])
+    upper, cut, _ = drawn_by(monkeypatch, curve.plot, tmp_path).axes
+    assert [list(line.get_ydata()) for line in cut.get_lines()] == [[0.125, 0.25, 0.375]] + [
+        [0.0, 0.25]
+    ] * len(sets)
+    bars = [bar.get_segments()[0][:, 0].tolist() for bar in upper.collections]
+    assert bars == [[1.0, 2.0]] * len(sets), "over the policies of what is not of one"
     lines = {line.get_label(): line for line in upper.get_lines()}
     for name, values in sets.items():
         assert lines[f"held-out: {name}"].get_ydata() == pytest.approx(values)
@@ -342,14 +349,15 @@ def test_what_ends_have_cost_is_counted_and_shown(paths):
     }  # fmt: skip
 
 
-HELDOUT = {"name": "h", "headline": True, "num_samples": 8, "version_max": 10}
+HELDOUT = {"name": "h", "headline": True, "num_samples": 8, "version_max": 0}
 
 
 def test_events_say_how_far_a_run_is(paths):
     emit(
         paths, "rollout",
         ("eval", HELDOUT | {"when": "before", "number": 0, "version": 0, "correct": 2.0}),
-        ("eval", HELDOUT | {"when": "during", "number": 1, "version": 1, "correct": 4.0}),
+        ("eval", HELDOUT | {"when": "during", "number": 1, "version": 1, "version_max": 3,
+                            "correct": 4.0, "num_masked": 2, "num_truncated": 1}),
         ("eval", HELDOUT | {"when": "before", "number": 0, "version": 0, "correct": 8.0}
          | {"name": "other", "headline": False}),
     )  # fmt: skip
@@ -360,12 +368,15 @@ def test_events_say_how_far_a_run_is(paths):
                   "eta_s": None, "staleness/max": 3}),
         ("publish", {"version": 1, "members": ["a"], "fenced": ["b"]}),
         ("step", {"step": 2, "reward/mean": 0.5, "num_tokens": 40, "time/step": 2.0,
-                  "eta_s": 16.0, "staleness/max": 1}),
+                  "eta_s": 16.0, "staleness/max": 1, "response/truncated": 0.125}),
     )  # fmt: skip
     found = summary.summarize(paths.root)
     assert (found["steps_done"], found["last_reward"], found["tokens_per_s"]) == (2, 0.5, 20.0)
     assert (found["heldout_before"], found["heldout_after"]) == (0.25, None)
     assert found["heldout_newest"] == {"step": 1, "value": 0.5}
+    assert found["heldout_policies"] == {"before": [0, 0], "newest": [1, 3]}
+    assert found["heldout_truncated"] == {"before": None, "newest": 0.1}
+    assert found["last_truncated"] == 0.125
     assert found["max_staleness_seen"] == 3
     assert found["weight_versions"] == {"trainer": 1, "a": 1, "b": 0}
     assert found["checksums_equal"] is None
@@ -375,10 +386,8 @@ def test_events_say_how_far_a_run_is(paths):
     found = summary.summarize(paths.root)
     assert found["heldout_newest"] == {"step": 10, "value": 0.75}
     assert (found["heldout_before"], found["heldout_after"]) == (0.25, 0.75)
-    assert found["heldout_sets"] == {
-        "h": {"before": 0.25, "after": 0.75, "newest": {"step": 10, "value": 0.75}},
-        "other": {"before": 1.0, "after": None, "newest": None},
-    }
+    sets = {name: (each["before"], each["after"]) for name, each in found["heldout_sets"].items()}
+    assert sets == {"h": (0.25, 0.75), "other": (1.0, None)}
 
 
 def test_what_was_scored_is_told_by_who_did(paths):

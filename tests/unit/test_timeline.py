@@ -75,6 +75,25 @@ def test_numbers_of_a_timeline_are_those_of_its_steps(run_dir):
     assert whole.between_s == pytest.approx(25 - 24)
 
 
+def test_what_evaluations_took_is_told_by_set_over_all_tasks_and_is_a_row_of_the_picture(run_dir):
+    fields = "name", "number", "tasks", "seconds", "num_tokens"
+    shares = [  # end and rank; the last but one is after these steps, and the last of an older run
+        (16.0, 0, "a", 1, 2, 4.0, 1000), (17.0, 1, "a", 1, 2, 3.0, 500), (24.0, 0, "a", 2, 1, 1.0,
+        2500), (27.0, 0, "b", 1, 1, 9.0, 9), (33.0, 0, "b", 2, 1, 2.0, 9), (18.0, 0, "old", 1, 1),
+    ]  # fmt: skip
+    write(run_dir, [
+        event("eval", end, "rollout", rank, when="during", **dict(zip(fields, each, strict=False)))
+        for end, rank, *each in shares
+    ])  # fmt: skip
+    found = timeline.read(run_dir, first=2)
+    assert [tuple(phase) for phase in found.phases["held-out"]] == [
+        ("a", 12.0, 5.0), ("a", 23.0, 1.0), ("b", 18.0, 9.0)
+    ]  # fmt: skip
+    said = timeline.text(timeline.summary(found)).splitlines()
+    assert "held-out a: 2 evaluations, 3.0 s and 2.0k tokens each" in said
+    assert "held-out b: 1 evaluation, 9.0 s and 9 tokens each" in said
+
+
 def test_what_only_some_steps_do_is_in_the_table(tmp_path):
     run = tmp_path / "run"
     write(run, [

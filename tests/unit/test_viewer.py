@@ -13,6 +13,7 @@ from viewer_runs import SCRIPT, empty_run, put, said
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.tools import inventory
 from relax_hpc.cli.main import app
+from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import BusError, DamagedError
 from relax_hpc.runs.viewer import GroupQuery, output
 from relax_hpc.runs.viewer.run import RunViewer, choose
@@ -90,6 +91,18 @@ def test_the_terminal_prints_the_same_and_no_text_of_the_model_acts_on_it(run):
         assert re.search(r"1\+1=\n.*sibling 0: reward 0, advantage -0.5, stop, versions 3,", out)
         assert "sibling 1: reward 1, advantage +0.5, stop, versions 3, 4 + 1 tokens" in out
     assert not run.view.exists()
+
+
+def test_peek_says_how_few_responses_mark_an_answer_where_most_do_not(run):
+    job = RunConfig.model_validate_json(run.config.read_text())
+    of_gsm8k = job.model_copy(update={"reward": job.reward.model_copy(update={"name": "gsm8k"})})
+    run.config.write_text(of_gsm8k.model_dump_json())
+    put(run, [said("It is 2."), said("two", 0, 1), said("#### 3", 0, 2), said("3", 0, 3)])
+    assert "1 of 4 responses mark an answer as the reward gsm8k reads it: say" in printed(
+        run, "peek"
+    )
+    put(run, [said("#### 2", 2), said("\\boxed{4}", 2, 1)])
+    assert "mark an answer" not in printed(run, "peek", "--groups", "1")
 
 
 def test_siblings_stand_in_order_each_with_its_facts(run):

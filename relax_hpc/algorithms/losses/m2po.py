@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from relax_hpc.algorithms.part import ANCHORS, Loss, Needs, TokenLoss, Tokens, Total
-from relax_hpc.algorithms.ratios import advantages_of, log_ratio
-from relax_hpc.algorithms.search import largest
+from relax_hpc.algorithms.ratios import LARGEST, advantages_of, log_ratio
 from relax_hpc.sections import Number
 
 if TYPE_CHECKING:
@@ -53,3 +52,35 @@ def _harmful(batch: Tokens) -> "Tensor":
     """[T] squared log ratios; infinite where a token has not moved as its advantage wants."""
     logs = log_ratio(batch.columns["old_logprobs"], batch, "rollout_logprobs").double()
     return logs.square().masked_fill_(logs * advantages_of(batch) <= 0, math.inf)
+
+
+_PARTS, _ROUNDS = 1 << 14, 3
+"""[0, 20] is divided into parts, one of which is divided again: to 5e-12, with three reductions."""
+
+
+def largest(squares: "Sequence[Tensor]", budget: float, total: Total) -> "Tensor":
+    """Returns [] float64, the largest x in [0, 20] for which the mean of min(squares, x^2) is <=
+    budget.
+
+    Args:
+        squares: of all micro-batches; infinite values do not count.
+        budget: for the mean over those that count.
+        total: sums over the ranks.
+    """
+    import torch
+
+    # Sorted, a mean is told by one place: the sum up to there, and how many come after. Nothing
+    # here waits for a GPU.
+    here = torch.cat([values.double() for values in squares]).sort().values
+    below = torch.cat([here.new_zeros(1), here.cumsum(0)])
+    count = here.isfinite().sum()
+    allowed = budget * total(count.double())
+    low, width = torch.zeros_like(allowed), LARGEST
+    parts = torch.arange(1, _PARTS, dtype=low.dtype, device=low.device)
+    for _ in range(_ROUNDS):
+        width /= _PARTS
+        limits = torch.add(low, parts, alpha=width).square()
+        smaller = torch.searchsorted(here, limits)
+        sums = total(below[smaller].addcmul(count - smaller, limits))
+        low = torch.add(low, (sums <= allowed).sum(), alpha=width)
+    return low

@@ -24,9 +24,9 @@ class BuiltIn(NamedTuple):
     """A reward of this package: a module, imported on first use.
 
     Its `score` is the reward. Optional: `can_match(answer)`, whether any response can be right,
-    with `REMEDY`, the advice if not. `check(**settings)` and `lowest(**settings)` get every setting
-    of `score`: the former raises a ConfigError for unusable ones, the latter returns the least
-    score, if that may be below 0.
+    with `REMEDY`, the advice if not. `marks(response)`, whether it finds an answer there.
+    `check(**settings)` and `lowest(**settings)` get every setting of `score`: the former raises a
+    ConfigError for unusable ones, the latter returns the least score, if that may be below 0.
     """
 
     module: str
@@ -38,6 +38,11 @@ class BuiltIn(NamedTuple):
         """Whether any response can be right for an answer."""
         look = getattr(self.import_module(), "can_match", None)
         return look is None or bool(look(answer))
+
+    def marks(self, response: str) -> bool:
+        """Whether it finds an answer in a response, right or wrong."""
+        look = getattr(self.import_module(), "marks", None)
+        return look is None or bool(look(response))
 
     @property
     def remedy(self) -> str:

@@ -366,9 +366,9 @@ def remedy(output: str, engine_args: PassThrough, pool: str = "engines.rollout")
     return ""
 
 
-def hold_workers(gate: Path) -> None:
-    """Makes this process's SGLang workers load their modules at once, and take no GPU before `gate`
-    exists.
+def adapt_workers(gate: Path | None) -> None:
+    """Makes this process's SGLang workers sample by our kernel on GPUs, load their modules at once,
+    and take no GPU before `gate` exists.
 
     SGLang starts them by the name of a function, which `serve`, run as `__main__`, cannot give.
     """
@@ -380,15 +380,19 @@ def hold_workers(gate: Path) -> None:
     )
 
 
-def _worker(gate: Path, server: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+def _worker(gate: Path | None, server: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     """Runs SGLang's own worker once `gate` exists; ends if `server` does."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     controllers = os.getppid()  # the server, or what it starts workers with
-    while not gate.exists():
+    while gate and not gate.exists():
         if os.getppid() != controllers or not _lives(server):
             raise SystemExit(1)
         time.sleep(_POLL_S)
+    if importlib.util.find_spec("triton"):
+        from relax_hpc.inference.sglang import sampler
+
+        sampler.install()
     return run_scheduler_process(*args, **kwargs)
 
 

@@ -14,7 +14,7 @@ from relax_hpc.runtime import heartbeat
 from relax_hpc.runtime.comm.world import World
 from relax_hpc.runtime.telemetry.events import EventWriter
 from relax_hpc.trainer.training_engine import TrainingEngine
-from relax_hpc.weights.same_gpu import NOTICE_S, Sleep
+from relax_hpc.weights.same_gpu import Sleep
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class SharedGpus(Lease):
         self._given_back = 0.0
         """GiB of this GPU that engines released when they last fell asleep."""
         with heartbeat.phase("lease", waits=True):
-            self._take(notice_s=NOTICE_S)
+            self._take()
 
     def to_trainer(self, trainer: TrainingEngine) -> None:
         """Puts engines to sleep, and restores the trainer's GPU memory."""
@@ -71,10 +71,10 @@ class SharedGpus(Lease):
         if self._engines:
             self._engines.close()
 
-    def _take(self, *, notice_s: float = 0.0) -> None:
+    def _take(self) -> None:
         start, before = time.perf_counter(), free_gib() or 0.0
         if self._engines:
-            self._engines.fall_asleep(notice_s=notice_s, on_wait=self._turns.tell)
+            self._engines.fall_asleep(on_wait=self._turns.tell)
             self._given_back = (free_gib() or 0.0) - before
             self._note("trainer", time.perf_counter() - start)
         heard(self._world, None)

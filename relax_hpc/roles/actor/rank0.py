@@ -24,7 +24,7 @@ from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import MismatchError, PeerTimeoutError
 from relax_hpc.roles.dealing.portions import Batch, Portion, name_shards, with_skipped
 from relax_hpc.roles.idle import Idle
-from relax_hpc.roles.rollout.heldout import ScoreBoard, last_of
+from relax_hpc.roles.rollout.heldout import Due, ScoreBoard, awaited_at, last_of
 from relax_hpc.roles.training.duties import Duties, StepRecord, note_skipped, nothing
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry.events import EventWriter
@@ -122,6 +122,7 @@ class ActorRank0(Duties[Portion]):
             self._lookout.check()
         try:
             with timers("wait", waits=True):
+                self._wait_for_scores(step - 1)
                 record = self.sequencer.next_portion(
                     step,
                     min_tokens=self._config.tokens_per_portion,
@@ -214,6 +215,21 @@ class ActorRank0(Duties[Portion]):
         self._publisher.close()
         self.sequencer.close()
 
+    def _wait_for_scores(self, version: int) -> None:
+        """Leaves engines their policy until the evaluations are sampled that are to be of it
+        alone."""
+        if not (dues := awaited_at(self._config, version)):
+            return
+        owed, begun = (
+            OwedScores(self._config, RunPaths(self._config.run_dir), dues),
+            time.monotonic(),
+        )
+        while owed.look():
+            took = time.monotonic() - begun
+            self._look_around()
+            time.sleep(max(LOOK_EVERY_S, _RESTS * took))
+            begun = time.monotonic()
+
     def _note_shards(self, record: PlanRecord) -> None:
         if record.portion == 0:
             self._shards, self._batch = {}, Batch(self._config, self._reader)
@@ -250,8 +266,11 @@ class ActorRank0(Duties[Portion]):
             log.error("engines hold other weights than the trainer: %s", verified)
 
     def _look_up(self) -> None:
-        self._tell_others()
         self._idle.note(idle=self.sequencer.lacks_groups())
+        self._look_around()
+
+    def _look_around(self) -> None:
+        self._tell_others()
         self._note_loads()
         if self._publisher.has_newcomers() or self._is_ending():
             raise _Interrupted
@@ -319,11 +338,46 @@ class LogprobCheck:
         )
 
 
-class LastPolicy:
-    """Polls whether an evaluation of the last policy is outstanding.
+class OwedScores:
+    """Polls whether evaluations of a policy are outstanding.
 
     Args:
-        config: of the run; rollout in a job of its own loads the last policy by itself.
+        config: of the run; rollout in a job of its own loads policies by itself.
+        dues: the evaluations.
+    """
+
+    def __init__(self, config: RunConfig, paths: RunPaths, dues: Sequence[Due]) -> None:
+        self._patience_s, self._dues = config.launch.advanced.peer_timeout_s, dues
+        size = config.rollout_pool.num_hosts
+        tasks = range(size) if config.launch.layout != "separate" else ()
+        self._owing = {rank: ScoreBoard(paths, rank, size) for rank in tasks}
+        self._kept, self._since = dict[int, int | None](), time.monotonic()
+
+    def look(self) -> bool:
+        """Returns whether any task owes a score.
+
+        Raises:
+            PeerTimeoutError: no prompt was scored for `launch.advanced.peer_timeout_s`.
+        """
+        kept = {rank: board.count_kept_bytes(self._dues) for rank, board in self._owing.items()}
+        now = time.monotonic()
+        if kept != self._kept:
+            self._kept, self._since = kept, now
+        self._owing = {rank: b for rank, b in self._owing.items() if kept[rank] is not None}
+        if self._owing and now - self._since > self._patience_s:
+            tasks = ", ".join(f"rollout-{rank}" for rank in self._owing)
+            which = "last policy" if self._dues[0].when == "after" else "evaluated policy"
+            raise PeerTimeoutError(
+                f"the {which}: {tasks} scored no held-out prompt for {self._patience_s:g} s; "
+                "see their logs"
+            )
+        return bool(self._owing)
+
+
+class LastPolicy:
+    """Waits for the evaluations of the last policy.
+
+    Args:
         tell_others: called repeatedly during a wait, to keep the other ranks waiting.
     """
 
@@ -334,13 +388,8 @@ class LastPolicy:
         publisher: Publications,
         tell_others: Callable[[], None] = nothing,
     ) -> None:
-        self._publisher, self._patience_s = publisher, config.launch.advanced.peer_timeout_s
-        self._tell_others = tell_others
-        size = config.rollout_pool.num_hosts
-        tasks = range(size) if config.launch.layout != "separate" else ()
-        self._owing = {rank: ScoreBoard(paths, rank, size) for rank in tasks}
-        self._last = last_of(config)
-        self._kept, self._since = dict[int, int | None](), time.monotonic()
+        self._publisher, self._tell_others = publisher, tell_others
+        self._owed = OwedScores(config, paths, last_of(config))
 
     def wait_for_wanted(self) -> Literal["publish", "end"]:
         """Waits for an engine or for the last score.
@@ -348,23 +397,9 @@ class LastPolicy:
         Raises:
             PeerTimeoutError: no prompt was scored for `launch.advanced.peer_timeout_s`.
         """
-        while self._look():
+        while self._owed.look():
             if self._publisher.has_newcomers():
                 return "publish"
             self._tell_others()
             time.sleep(LAST_LOOK_EVERY_S)
         return "end"
-
-    def _look(self) -> bool:
-        kept = {rank: board.count_kept_bytes(self._last) for rank, board in self._owing.items()}
-        now = time.monotonic()
-        if kept != self._kept:
-            self._kept, self._since = kept, now
-        self._owing = {rank: b for rank, b in self._owing.items() if kept[rank] is not None}
-        if self._owing and now - self._since > self._patience_s:
-            tasks = ", ".join(f"rollout-{rank}" for rank in self._owing)
-            raise PeerTimeoutError(
-                f"the last policy: {tasks} scored no held-out prompt for {self._patience_s:g} s; "
-                "see their logs"
-            )
-        return bool(self._owing)

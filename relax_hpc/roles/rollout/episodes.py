@@ -309,7 +309,9 @@ class Grouper:
             return make_retired_group(guid, prompt, len(siblings))
         seeds = [seed_of(self._config.seed, guid, sibling) for sibling in siblings]
         how = self._episodes.how(rollout.temperature, min_version)
-        records = self.running.setdefault(guid, [EpisodeRecord() for _ in siblings])
+        records = self.running.get(guid, [])
+        if not records or self._is_too_old(records, min_version):
+            records = self.running[guid] = [EpisodeRecord() for _ in siblings]
         self.asked[guid] = prompt
         episodes = await self._episodes.run(
             prompt, records, how._replace(routed_experts=replays), guid, seeds
@@ -322,6 +324,13 @@ class Grouper:
             for row in rows_of(guid, sibling, prompt, seed, episode)
         ]
         return PromptGroup(guid, rows, [self._collect_numbers(prompt, each) for each in episodes])
+
+    def _is_too_old(self, records: Sequence[EpisodeRecord], min_version: int) -> bool:
+        """Whether a group begun before has tokens that its batch may not have."""
+        calls = [call for record in records for call in record.calls]
+        runs = [version for call in calls for _, version in call.draft.version_runs]
+        bounded = self._config.schedule.over_age == "wait"
+        return bounded and any(version < min_version for version in runs)
 
     def _collect_numbers(self, prompt: Prompt, episode: Episode) -> Mapping[str, float]:
         """Returns the numbers of an episode, with the reward of its source if there are several."""

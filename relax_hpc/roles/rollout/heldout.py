@@ -11,9 +11,11 @@ import logging
 import os
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 from relax_hpc.config.run import RunConfig
@@ -44,6 +46,18 @@ class Due(NamedTuple):
 
 def last_of(config: RunConfig) -> list[Due]:
     return [Due(name, "after", config.schedule.num_steps) for name in config.eval]
+
+
+def awaited_at(config: RunConfig, version: int) -> list[Due]:
+    """Returns the evaluations of a policy for which training waits; the last policy's are not
+    among them."""
+    names = [name for name in config.eval if config.waits_for_eval(name)]
+    if version == 0:
+        return [Due(name, "before", 0) for name in names]
+    if version == config.schedule.num_steps:
+        return []
+    every = {name: config.eval[name].every for name in names}
+    return [Due(n, "during", version // e) for n, e in every.items() if e and version % e == 0]
 
 
 class HeldoutRow(NamedTuple):
@@ -107,6 +121,10 @@ class TaskScore(NamedTuple):
     num_samples: int
     num_masked: int = 0
     """Samples without a score, because their reward failed."""
+    num_tokens: int = 0
+    """Sampled ones."""
+    num_truncated: int = 0
+    """Samples that a limit cut off, masked ones included."""
 
     @classmethod
     def of(cls, rows: Sequence[HeldoutRow]) -> Self:
@@ -117,6 +135,8 @@ class TaskScore(NamedTuple):
             sum(scores),
             len(scores),
             len(rows) - len(scores),
+            sum(row.num_tokens for row in rows),
+            sum(row.finish == "length" for row in rows),
         )
 
 
@@ -283,40 +303,78 @@ def _line(due: Due, shares: list[TaskScore]) -> str:
     mean = sum(share.correct for share in shares) / max(num_samples, 1)
     said = f"{mean:.3f}" if num_samples else "no score"
     left_out = f", {masked} left out whose reward failed" if masked else ""
-    return f"held-out {due.when}, {policy}: {said} ({due.name}{left_out})"
+    truncated = sum(share.num_truncated for share in shares) / max(num_samples + masked, 1)
+    cut = f", {truncated:.1%} cut off" if truncated else ""
+    return f"held-out {due.when}, {policy}: {said} ({due.name}{cut}{left_out})"
 
 
 _READ_AT_ONCE = 16
 """Held-out prompts whose media are read concurrently."""
 PLACES = 4
-"""During training all evaluations together have 1/PLACES of the engines' capacity, or of training's
+"""Beside training, evaluations have at least 1/PLACES of the engines' capacity, or of training's
 requests in flight if these are fewer. Before and after, they have all of it."""
+_LOOK_S = 0.05
+"""Pause between looks at the places that training leaves free."""
 
 
 Also = Callable[[str, Prompt, Sequence[int], Sequence[Episode]], None]
 """Called with the episodes of a prompt of a set, and their seeds."""
 
 
+Records = Mapping[Any, Sequence[EpisodeRecord]]
+"""Of episodes under way, by prompt."""
+
+
 class Room:
     """Places in the engines, given to prompts of all sets in order of request."""
 
-    def __init__(self, places: int) -> None:
-        self._places, self._taken = places, 0
+    def __init__(self, places: int, trained: Records, own: Records) -> None:
+        """Args:
+        trained: episodes of training, which go first.
+        own: episodes of evaluations.
+        """
+        self._places, self._trained, self._own = places, trained, own
+        self._taken = 0
         self._line, self._freed = asyncio.Lock(), asyncio.Event()
 
     @asynccontextmanager
-    async def take(self, count: int) -> AsyncIterator[None]:
-        """Waits for `count` places; a request for more than all gets all."""
+    async def take(self, count: int, least: int) -> AsyncIterator[None]:
+        """Waits for `count` places, among the `least` of evaluations or those that training leaves
+        free; a request for more than all gets all."""
         async with self._line:
-            while self._taken and self._taken + count > self._places:
+            while self._taken and not self._has_room(count, least):
                 self._freed.clear()
-                await self._freed.wait()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._freed.wait(), _LOOK_S)
             self._taken += count
         try:
             yield
         finally:
             self._taken -= count
             self._freed.set()
+
+    def _has_room(self, count: int, least: int) -> bool:
+        if self._taken + count <= least:
+            return True
+        # Full caches may leave fewer places than there seem to be. Training would then stand in
+        # line behind all that waits for one, so little does.
+        waiting = count + sum(not _has_tokens(record) for record in _each(self._own))
+        asking = sum(_is_asking(record) for record in _each(self._trained))
+        most = max(self._places // PLACES, count)
+        return waiting <= most and self._taken + count + asking <= self._places
+
+
+def _each(records: Records) -> Iterable[EpisodeRecord]:
+    return itertools.chain.from_iterable(records.values())
+
+
+def _has_tokens(record: EpisodeRecord) -> bool:
+    return any(call.draft.token_ids for call in record.calls)
+
+
+def _is_asking(record: EpisodeRecord) -> bool:
+    """Whether an episode has, or will soon have, a request to an engine."""
+    return not record.calls or record.calls[-1].finish is None
 
 
 class Evaluator:
@@ -330,6 +388,7 @@ class Evaluator:
         events: EventWriter,
         board: ScoreBoard,
         also: Also = lambda *_: None,
+        trained: Records = MappingProxyType({}),
     ) -> None:
         """Samples nothing before it knows a policy.
 
@@ -337,6 +396,7 @@ class Evaluator:
             shares: this task's prompts of each set in `config.eval`.
             board: keeps the scores, also those of an earlier start of this task.
             also: called with all episodes of a prompt.
+            trained: episodes of training now.
         """
         self._config, self._shares, self._episodes = config, shares, episodes
         self._events, self._board, self._also = events, board, also
@@ -351,8 +411,9 @@ class Evaluator:
         places = pool.max_running_requests * pool.engines_per_task
         batch = schedule.prompts_per_step * config.rollout.samples_per_prompt
         in_flight = (schedule.max_staleness + 1) * batch // pool.num_hosts
-        self._room = Room(places)
-        self._room_beside = Room(min(places, in_flight) // PLACES)
+        self._records: dict[tuple[Due, int], list[EpisodeRecord]] = {}
+        self._room = Room(places, trained, self._records)
+        self._places, self._least = places, min(places, in_flight) // PLACES
         for name in config.eval:
             begun = board.list_begun(name)
             self._left[name] = [due for due in begun.left if due not in self._last]
@@ -370,13 +431,15 @@ class Evaluator:
         episodes: Episodes,
         events: EventWriter,
         also: Also = lambda *_: None,
+        trained: Records = MappingProxyType({}),
     ) -> Self:
         """Reads the task's share of the prompts of each set."""
         prompts = await heldout_shares(config, share, sources)
-        return cls(config, prompts, episodes, events, ScoreBoard(paths, *share), also)
+        return cls(config, prompts, episodes, events, ScoreBoard(paths, *share), also, trained)
 
     def consider(self, version: int | None, *, trained: int) -> None:
-        """Starts due evaluations: of the first policy seen, then one every `every` versions.
+        """Starts due evaluations: of the first policy seen, then one every `every` versions, which
+        the current policy may have passed unless training waits for it.
 
         An engine that starts when steps have been `trained` holds the first policy only until it is
         updated. A set still being evaluated is considered again later. Evaluations interrupted in
@@ -389,8 +452,12 @@ class Evaluator:
             return
         for name in self._config.eval:
             if name not in self._running and (due := self._due(name, version, trained)):
-                is_beside = trained > 0 or due.when == "during"
-                self._running[name] = asyncio.create_task(self._evaluate(due, beside=is_beside))
+                if due in awaited_at(self._config, version):
+                    least, oldest = 0, version  # training leaves it all places in the end
+                else:
+                    beside = trained > 0 or due.when == "during"
+                    least, oldest = self._least if beside else self._places, 0
+                self._running[name] = asyncio.create_task(self._evaluate(due, least, oldest))
 
     @property
     def is_busy(self) -> bool:
@@ -406,7 +473,7 @@ class Evaluator:
         if version is not None:
             left = [due for each in self._left.values() for due in each]
             dues = [due for due in (*left, *self._last) if due not in self._done]
-            await asyncio.gather(*(self._evaluate(due, beside=False) for due in dues))
+            await asyncio.gather(*(self._evaluate(due, self._places) for due in dues))
 
     def _number(self, due: Due) -> int:
         return self._during(due.name, due.number) if due.when == "after" else due.number
@@ -416,6 +483,8 @@ class Evaluator:
         return version // every if every else 0
 
     def _due(self, name: str, version: int, trained: int) -> Due | None:
+        if self._config.waits_for_eval(name):
+            return self._due_alone(name, version, trained)
         if self._left[name]:
             return self._left[name].pop(0)
         number = self._during(name, version)
@@ -428,21 +497,34 @@ class Evaluator:
             return None if is_last else Due(name, "during", number)  # that one is made after
         return None
 
-    async def _evaluate(self, due: Due, *, beside: bool) -> None:
+    def _due_alone(self, name: str, version: int, trained: int) -> Due | None:
+        """Does as `_due` for a set of which one policy samples an evaluation. One that was left may
+        be of a policy that is to come again."""
+        left = self._left[name]
+        awaited = [due for due in awaited_at(self._config, version) if due.name == name]
+        passed = [due for due in left if due.number * self._config.eval[name].every < version]
+        for due in [*awaited * (version > 0 or trained == 0), *passed]:
+            if due not in self._done:
+                self._left[name] = [each for each in left if each != due]
+                return due
+        return None
+
+    async def _evaluate(self, due: Due, least: int, min_version: int = 0) -> None:
         """Samples and scores a share of a set, and publishes the result.
 
         Args:
             due: the evaluation; samples kept before are not repeated.
-            beside: whether training goes on, and has the other places.
+            least: places that it need not leave to training.
+            min_version: oldest policy that may sample.
         """
         samples, line = self._config.eval[due.name].samples_per_prompt, asyncio.Lock()
-        room = self._room_beside if beside else self._room
+        begun = time.monotonic()
         rows = await asyncio.to_thread(self._board.begin, due)
         kept = {row.prompt for row in rows}
 
         async def score_one(prompt: Prompt) -> list[HeldoutRow]:
-            async with room.take(samples):
-                found = await self._score(due, prompt)
+            async with self._room.take(samples, least):
+                found = await self._score(due, prompt, min_version)
             async with line:
                 await asyncio.to_thread(self._board.keep, due, found)
             return found
@@ -456,18 +538,22 @@ class Evaluator:
         rows = sorted([*rows, *(row for task in tasks for row in task.result())])
         share = TaskScore.of(rows)
         headline = due.name == next(iter(self._config.eval))
-        told = {"headline": headline, "tasks": self._board.size}
+        seconds = round(time.monotonic() - begun, 3)
+        told = {"headline": headline, "tasks": self._board.size, "seconds": seconds}
         self._events.emit("eval", **told, **due._asdict(), **share._asdict())
         await asyncio.to_thread(self._board.add, due, share, rows)
+        self._done.add(due)
 
-    async def _score(self, due: Due, prompt: Prompt) -> list[HeldoutRow]:
+    async def _score(self, due: Due, prompt: Prompt, min_version: int) -> list[HeldoutRow]:
         settings = self._config.eval[due.name]
         samples = range(settings.samples_per_prompt)
         key = f"{due.name}/{prompt.index}"
         seeds = [seed_of(self._config.seed, key, sample) for sample in samples]
-        records = [EpisodeRecord() for _ in samples]
-        how, group = self._episodes.how_heldout(settings), (*due, prompt.index)
+        records = self._records[due, prompt.index] = [EpisodeRecord() for _ in samples]
+        how = self._episodes.how_heldout(settings)._replace(min_version=min_version)
+        group = (*due, prompt.index)
         episodes = await self._episodes.run(prompt, records, how, group, seeds)
+        del self._records[due, prompt.index]
         self._also(due.name, prompt, seeds, episodes)
         masks = self._config.reward.masks_errors
         return [

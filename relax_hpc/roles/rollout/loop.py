@@ -9,118 +9,33 @@ each.
 
 import asyncio
 import time
-from bisect import bisect_right
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Literal
 
 import numpy as np
 
 from relax_hpc.bus.credits import Credit, CreditTail
 from relax_hpc.bus.durable import Space
-from relax_hpc.bus.staleness import may_start_batch
 from relax_hpc.config.run import RunConfig
 from relax_hpc.inference.pool_client import PoolClient
 from relax_hpc.roles.rollout.episodes import Grouper
 from relax_hpc.roles.rollout.folders import Folders
 from relax_hpc.roles.rollout.heldout import Evaluator
+from relax_hpc.roles.rollout.pace import Early, Pace, WaitReason
 from relax_hpc.roles.rollout.skips import TaskSkips
 from relax_hpc.roles.rollout.unfinished import AnnouncedEnd
 from relax_hpc.runtime import heartbeat
 from relax_hpc.runtime.telemetry.events import EventWriter
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory, key_of_medium
 
-WaitReason = Literal[
-    "ending", "disk_full", "last_step", "no_engine", "max_staleness", "last_evaluation"
-]
-"""Why a task starts no further prompt group. `status`, `watch` and `waits` events name it;
-docs/how-to/what-now.md says what to turn.
-
-* ending: the end of the job is announced; unfinished groups are kept for the next start
-* disk_full: finished groups find no room in the run directory
-* last_step: all groups of the run's steps are started
-* no_engine: none serves: they start, take new weights, are fenced, or lent their GPUs
-* max_staleness: it is so many policies ahead of the trainer, and waits for the next one
-* last_evaluation: training is over
-"""
-
-
-class Pace:
-    """Decides how far sampling may run ahead of training."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self._max_staleness = config.schedule.max_staleness
-        self._num_steps = config.schedule.num_steps
-        self._prompts_per_step = config.schedule.prompts_per_step
-        self._credit, self._ends = Credit(), list[int]()
-        self._spare = int(config.rollout.advanced.over_sampling * self._prompts_per_step)
-
-    def follow(self, credit: Credit, skipped: Sequence[int] = ()) -> None:
-        """Updates the ends of batches from the trainer's grant.
-
-        Args:
-            skipped: rising guids of groups that it will skip, and does not know yet. Skips of other
-                tasks are unknown here, so ends may turn out to be further away, never nearer.
-        """
-        self._credit, ends = credit, list(credit.batch_ends)
-        if skipped and not ends:
-            size = self._prompts_per_step
-            ends = [(credit.step + n) * size for n in range(1, self._max_staleness + 3)]
-        self._ends, passed = [], 0
-        for end in ends:
-            end += passed
-            while passed < len(skipped) and skipped[passed] < end:
-                passed += 1
-                end += 1
-            self._ends.append(end)
-
-    def batch_of(self, guid: int) -> int:
-        """Returns the latest batch that may get the group; skips may make it an earlier one."""
-        ends, size = self._ends, self._prompts_per_step
-        if not ends:
-            return guid // size + 1
-        behind = max(guid - ends[-1], 0) // size
-        return self._credit.step + 1 + bisect_right(ends, guid) + behind
-
-    def wait_reason(
-        self, guid: int, version: int | None, *, is_ending: bool = False, disk_full: bool = False
-    ) -> WaitReason | None:
-        """Returns why a prompt group may not be started now; None if it may.
-
-        Groups beyond the staleness bound are over-sampled: one that is ready before a straggler of
-        the previous batch takes its place there. No group is started that no batch would take.
-        """
-        if is_ending:
-            return "ending"
-        if disk_full:
-            return "disk_full"
-        if self.batch_of(guid) > self._num_steps:
-            return "last_step"
-        if version is None:
-            return "no_engine"
-        batch = self.batch_of(max(guid - self._spare, 0))
-        if may_start_batch(batch, policy_version=version, max_staleness=self._max_staleness):
-            return None
-        return "max_staleness"
-
-    def min_version(self, guid: int, version: int | None) -> int:
-        """Returns the oldest policy that may sample a token of a group which starts with
-        `version`."""
-        bound = self.batch_of(guid) - 1 - self._max_staleness
-        return max(min(bound, version or 0), 0)
-
-    def is_done(self, ready: Iterable[int], running: Iterable[int]) -> bool:
-        """Whether no running group belongs to a batch of the ready ones."""
-        last = max((self.batch_of(guid) for guid in ready), default=0)
-        return all(self.batch_of(guid) > last for guid in running)
-
 
 class WaitTimes:
     """Notes what the task waits for: for `status`, and in a `waits` event per step."""
 
-    def __init__(self, events: EventWriter) -> None:
-        self._events = events
+    def __init__(self, events: EventWriter, counts: Counter[str] | None = None) -> None:
+        """`counts`: what else to tell of a step; cleared then."""
+        self._events, self._counts = events, Counter[str]() if counts is None else counts
         self._now, self._since, self._step = "sampling", time.monotonic(), -1
         self._seconds = defaultdict[str, float](float)
 
@@ -133,8 +48,9 @@ class WaitTimes:
         self._now, self._since = "sampling" if is_sampling else reason, now
         if step != self._step:
             if self._step >= 0:
-                self._events.emit("waits", step=self._step + 1, **self._seconds)
+                self._events.emit("waits", step=self._step + 1, **self._seconds, **self._counts)
             self._seconds.clear()
+            self._counts.clear()
             self._step = step
 
 
@@ -169,30 +85,34 @@ async def run(
     owed, rest = deque[int](), folders.list_owed(start=retired)
     end.begin(start=retired)
     pace, running = Pace(config), dict[asyncio.Task[PromptGroup], int]()
-    waits = WaitTimes(events)
+    early = Early(config, pace, skips)
+    waits = WaitTimes(events, early.counts)
     while not await _is_over(config, engines, evaluator, credits, running, owed, waits):
         credit, version = credits.latest(), await engines.version()
         step = credit.step if credit else 0
         evaluator.consider(version, trained=step)
-        again = folders.owe_again(credit.owed if credit else ())
-        owed.extendleft(reversed(again))
-        skips.take_back(again)
+        _owe_again(owed, folders.owe_again(credit.owed if credit else ()), skips)
         pace.follow(credit or Credit(), skips.unknown_to(credit))
         is_ending = end.is_near()  # from here on the same, whatever is announced meanwhile
         why = partial(pace.wait_reason, is_ending=is_ending, disk_full=outbox.full)
-        while (reason := why(_first(owed, rest), version)) is None:
-            guid = owed.popleft()
+        while (reason := why(guid := _first(owed, rest), version)) is None or early.take(
+            guid, running.values(), why=reason, version=version, step=step
+        ):
+            owed.popleft()
             running[asyncio.create_task(group(guid, pace.min_version(guid, version)))] = guid
         if is_ending:
             await _break_off(running, owed)
+            early.drop(owed)
+        else:
+            surplus = early.find_surplus(running.values(), why=reason, version=version, step=step)
+            await _sample_again(surplus, running, owed, early, skips)
         waits.note(reason, step=step, is_sampling=bool(running))
         finished = await _take_finished(running)
-        outbox.add(finished)
-        skips.judge(finished)
+        outbox.add(early.pass_on(finished, credit))
         folders.collect(credit.retired_guid_below if credit else 0)
         outbox.send(rest=is_ending or pace.is_done(outbox.guids, running.values()))
         if is_ending and not outbox.guids:
-            end.keep(owed)
+            end.keep(owed, early.held)
         idle = not (running or outbox.guids or evaluator.is_busy)
         end.note(version, idle=idle)
         skips.note(idle=idle)
@@ -331,17 +251,50 @@ def means_of(area: str, episodes: Iterable[Mapping[str, float]]) -> dict[str, fl
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 
-async def _break_off(running: "dict[asyncio.Task[PromptGroup], int]", owed: deque[int]) -> None:
+async def _break_off(
+    running: "dict[asyncio.Task[PromptGroup], int]",
+    owed: deque[int],
+    guids: Collection[int] | None = None,
+) -> None:
     """Cancels groups, and owes them again.
 
     Some may finish all the same, or hang in an environment that ignores cancellation: they stay.
+
+    Args:
+        guids: the groups to cancel; None: all.
     """
-    for each in running:
+    chosen = [each for each, guid in running.items() if guids is None or guid in guids]
+    for each in chosen:
         each.cancel()
-    if running:
-        await asyncio.wait(running, timeout=BREAK_OFF_S)
-    ended = [each for each in running if each.cancelled()]
-    owed.extendleft(sorted((running.pop(each) for each in ended), reverse=True))
+    if chosen:
+        await asyncio.wait(chosen, timeout=BREAK_OFF_S)
+    _owe(owed, [running.pop(each) for each in chosen if each.cancelled()])
+
+
+async def _sample_again(
+    surplus: Sequence[int],
+    running: "dict[asyncio.Task[PromptGroup], int]",
+    owed: deque[int],
+    early: Early,
+    skips: TaskSkips,
+) -> None:
+    await _break_off(running, owed, surplus)
+    left = [guid for guid in surplus if guid not in running.values()]
+    _owe_again(owed, left, skips)
+    early.drop(left)
+
+
+def _owe_again(owed: deque[int], guids: Sequence[int], skips: TaskSkips) -> None:
+    _owe(owed, guids)
+    skips.take_back(guids)
+
+
+def _owe(owed: deque[int], guids: Iterable[int]) -> None:
+    """Adds guids to sample again, in their order: a later one may have to wait for an earlier."""
+    if fresh := set(guids):
+        whole = sorted(fresh.union(owed))
+        owed.clear()
+        owed.extend(whole)
 
 
 async def _take_finished(running: "dict[asyncio.Task[PromptGroup], int]") -> list[PromptGroup]:

@@ -11,6 +11,7 @@ decides the same before and after any restart.
 import asyncio
 import time
 from bisect import insort
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -27,6 +28,10 @@ from relax_hpc.runtime.files.records import RecordCache, read_json, write_json
 from relax_hpc.runtime.paths import BusPaths, RunPaths
 from relax_hpc.schema import PromptGroup
 
+RECENT_BATCHES = 3
+PRIOR = 8
+"""Groups that are taken to have taught something before the first."""
+MOST_SHARE = 0.8
 EXCHANGE_EVERY_S = 1.0
 CREDITS_EVERY_S = 1.0
 """Interval of polling credits: shards to delete, groups to sample again, the end. Pacing follows
@@ -72,6 +77,9 @@ class TaskSkips:
         self._exchange = None if self._judge is None else exchange
         self._guids = set[int]()
         self._others: Sequence[GroupSkip] = ()
+        in_batch = config.schedule.prompts_per_step // config.rollout_pool.num_hosts
+        self._recent = deque[bool](maxlen=max(RECENT_BATCHES * in_batch, PRIOR))
+        """Whether groups were skipped, the newest last."""
 
     def judge(self, groups: Sequence[PromptGroup]) -> None:
         if self._judge is None or not groups:
@@ -80,6 +88,16 @@ class TaskSkips:
         for group, verdict in zip(groups, verdicts, strict=True):
             if not verdict.teaches:
                 self._guids.add(group.guid)
+            if not verdict.retired:  # these cost no time
+                self._recent.append(not verdict.teaches)
+
+    @property
+    def share(self) -> float:
+        """Returns the share of groups that will probably be skipped, by those of late."""
+        return min(sum(self._recent) / (len(self._recent) + PRIOR), MOST_SHARE)
+
+    def has(self, guid: int) -> bool:
+        return guid in self._guids
 
     def take_back(self, guids: Iterable[int]) -> None:
         self._guids.difference_update(guids)

@@ -6,7 +6,7 @@ run again from its start, and its calls are answered from the record until that 
 
 import json
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Self
 
@@ -22,7 +22,7 @@ from relax_hpc.roles.rollout.episodes import Episode, Grouper, rows_of, seed_of
 from relax_hpc.roles.rollout.folders import MODEL, Folders, digests_of
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry.events import EventWriter
-from relax_hpc.schema import PromptGroup
+from relax_hpc.schema import PromptGroup, Trajectory
 from relax_hpc.weights.pull_snapshot import NewestVersion
 
 log = logging.getLogger(__name__)
@@ -78,10 +78,11 @@ class AnnouncedEnd:
         held = -1 if version is None else version
         self._idle.note(idle=idle and held >= 0 and held >= self._newest_version())
 
-    def keep(self, guids: Collection[int]) -> None:
-        """Keeps the unfinished groups; called repeatedly while the end is near."""
+    def keep(self, guids: Collection[int], held: Sequence[PromptGroup] = ()) -> None:
+        """Keeps the unfinished groups, and finished ones that no batch may have yet; called
+        repeatedly while the end is near."""
         if not self._is_kept:
-            self._ending.note_saved(self._unfinished.keep(guids))
+            self._ending.note_saved(self._unfinished.keep(guids, held))
             self._is_kept = True
 
     def close(self) -> None:
@@ -130,8 +131,8 @@ class Unfinished:
                 num_damaged=num_damaged,
             )
 
-    def keep(self, guids: Collection[int]) -> int:
-        """Publishes the partial results of some groups that are no longer sampled.
+    def keep(self, guids: Collection[int], held: Sequence[PromptGroup] = ()) -> int:
+        """Publishes the partial results of some groups that are no longer sampled, and `held` ones.
 
         Returns:
             Number of groups with results.
@@ -141,6 +142,7 @@ class Unfinished:
         num_lost += sum(map(self._num_held, self._grouper.asked.keys() - set(guids)))
         groups = list[PromptGroup]()
         found = [group for guid in begun if num_sampled(group := self._group(guid))]
+        found += [PromptGroup(g.guid, _without_media(g.trajectories)) for g in held]
         for lot in self._folders.lots(found) if found else []:
             if Space().write(partial(self._folders.put_partial, lot)):
                 groups += lot
@@ -177,14 +179,11 @@ class Unfinished:
         prompt = self._grouper.asked.get(guid)
         if prompt is None:  # nobody has gone on with it
             return self._folders.partial[guid]
-        rows = []
+        rows = list[Trajectory]()
         for sibling, record in enumerate(self._grouper.running[guid]):
             seed, episode = seed_of(self._config.seed, guid, sibling), Episode(record, Score(0.0))
-            rows += [
-                row._replace(media=(), media_spans=row.media_spans[:0])  # its prompt has them
-                for row in rows_of(guid, sibling, prompt, seed, episode)
-            ]
-        return PromptGroup(guid, rows)
+            rows += rows_of(guid, sibling, prompt, seed, episode)
+        return PromptGroup(guid, _without_media(rows))
 
     def _check_model(self, guids: Collection[int]) -> None:
         path, said = self._config.model.path, self._folders.partial_origin
@@ -200,6 +199,11 @@ class Unfinished:
 def _difference(before: str, now: str) -> str:
     old, new = json.loads(before), json.loads(now)
     return ", ".join(sorted(n for n in old.keys() | new.keys() if old.get(n) != new.get(n)))
+
+
+def _without_media(rows: Iterable[Trajectory]) -> list[Trajectory]:
+    """Returns the rows without what their prompt has."""
+    return [row._replace(media=(), media_spans=row.media_spans[:0]) for row in rows]
 
 
 def num_sampled(group: PromptGroup) -> int:

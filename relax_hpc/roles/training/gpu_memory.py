@@ -24,11 +24,29 @@ def tell(config: JobConfig, shape: Architecture, say: Say) -> None:
     line = (
         f"GPU memory: a rank of the actor keeps {whole:.1f} GiB (weights {weights:.1f}, gradients "
         f"{gradients:.1f}, optimizer {optimizer:.1f}), beside what a micro-batch of "
-        f"{actor.tokens_per_micro_batch:,} tokens needs"
+        f"{actor.tokens_per_micro_batch:,} tokens needs{_of_micro_batch(config, shape)}"
     )
     if isinstance(config, RunConfig) and config.rollout_pool.placement == "actor":
         line += f"; {weights + optimizer:.1f} GiB while engines sample there"
     say(line)
+
+
+_SAVED_SHARE = 0.8
+"""Of the inputs of a layer's operators, what its backward pass keeps: measured, 3.2 MB a token for
+Qwen3-4B's shape, 0.8 MB for Qwen2.5-0.5B's."""
+
+
+def _of_micro_batch(config: JobConfig, shape: Architecture) -> str:
+    """Estimates the activations of a text model on one pipeline stage."""
+    actor, layers, hidden = config.actor, shape.num_layers, shape.hidden_size
+    if actor.layout.pipeline_parallel > 1 or shape.experts or shape.vision:
+        return ""
+    heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    of_layer = _SAVED_SHARE * 2 * (4 * hidden + 3 * heads + 3 * shape.ffn_hidden_size)
+    recomputes = actor.transformer.get("recompute_granularity") == "full"
+    of_token = layers * 2 * hidden + of_layer if recomputes else layers * of_layer
+    ranks = actor.layout.tensor_parallel * actor.layout.context_parallel
+    return f", about {of_token * actor.tokens_per_micro_batch / ranks / 2**30:.1f} GiB"
 
 
 def explain(error: Exception, config: JobConfig, component: str) -> GpuMemoryError | None:

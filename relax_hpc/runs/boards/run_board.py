@@ -125,7 +125,7 @@ _LEFT_OUT = ("run_root", "launch", "notify", "boards", "bus", "resources")
 CHARTS: Mapping[str, list[Chart]] = {
     "The run": [
         Chart("reward in training", ["reward/mean"]),
-        Chart("held-out", ["eval/.*"]),
+        Chart("held-out", ["eval/.*/(reward|loss)"]),
         Chart("loss", ["loss/total"]),
         Chart("gradient norm", ["trainer/grad_norm"]),
         Chart("entropy", ["loss/entropy"]),

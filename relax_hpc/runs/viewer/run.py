@@ -20,6 +20,7 @@ from relax_hpc.bus.tools.inventory import Survey, Surveyed
 from relax_hpc.config import job_file
 from relax_hpc.config.run import RunConfig
 from relax_hpc.data import tokenizer
+from relax_hpc.environments.rewards.registry import REWARDS
 from relax_hpc.errors import ConfigError, DamagedError
 from relax_hpc.roles.dealing.portions import Comparison, values_of
 from relax_hpc.runs.viewer import GroupQuery, Sort
@@ -438,6 +439,18 @@ class RunViewer:
             if over:
                 return
             time.sleep(_POLL_S)
+
+    def describe_unmarked(self, groups: Iterable[GroupView]) -> str:
+        """Returns how few of the shown responses mark an answer; "" if half of them do."""
+        name = self._config.reward.name or ""
+        reward = REWARDS.get(name)
+        marked = [reward.marks(row.response) for group in groups for row in group.rows if reward]
+        if 2 * sum(marked) >= len(marked):
+            return ""
+        return (
+            f"{sum(marked)} of {len(marked)} responses mark an answer as the reward {name} reads "
+            "it: say in the prompt how to, or use another reward"
+        )
 
     def _choose(self, asked: GroupQuery) -> GroupChoice:
         masks_errors = self._config.reward.masks_errors

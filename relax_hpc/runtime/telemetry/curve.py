@@ -26,10 +26,13 @@ _LEGEND_CHARACTERS = 105
 
 _FIELDS = {
     "resume": ("step",),
-    "step": ("step", "reward/mean", "loss", "staleness/mean", "staleness/max"),
+    "step": (
+        "step", "reward/mean", "loss", "response/truncated", "staleness/mean", "staleness/max",
+    ),
     "heldout": ("step", "loss"),
     "eval": (
-        "name", "when", "number", "tasks", "rank", "headline", "version", "correct", "num_samples",
+        "name", "when", "number", "tasks", "rank", "headline", "version", "version_max", "correct",
+        "num_samples", "num_masked", "num_truncated",
     ),
 }  # fmt: skip
 """Fields that are drawn, by kind of event."""
@@ -45,7 +48,8 @@ def drawn_of(events: Iterable[Event]) -> list[Event]:
 
 
 def plot(run_dir: Path, events: Sequence[Event] | None = None) -> Path:
-    """Draws reward.png: reward per step, smoothed, and every held-out set; below, the staleness.
+    """Draws reward.png: reward per step, smoothed, and every held-out set, with a bar over the
+    policies of an evaluation; below, which part was cut off, and the staleness.
 
     Args:
         events: from `drawn_of`, in order, if already read.
@@ -53,10 +57,12 @@ def plot(run_dir: Path, events: Sequence[Event] | None = None) -> Path:
     paths = RunPaths(run_dir)
     events = _read(paths) if events is None else events
     done = history.steps(events)
-    figure = picture.figure(8, 5.5)
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+    figure = picture.figure(8, 6.3)
+    upper, middle, lower = figure.subplots(3, 1, sharex=True, height_ratios=[4, 1, 1])
     figure.suptitle(run_dir.name)
-    _draw_rewards(upper, done, history.heldout(events, every_set=True))
+    heldout = history.heldout(events, every_set=True)
+    _draw_rewards(upper, done, heldout)
+    _draw_truncated(middle, done, heldout)
     _draw_staleness(lower, done)
     return picture.save(figure, paths.reward_curve)
 
@@ -141,10 +147,30 @@ def _draw_rewards(axes: "Axes", done: Sequence[Event], heldout: Sequence[history
         few = len(sets) * len(points) <= _MOST_NUMBERS
         label = f"held-out: {ends_of(name, _LEGEND_CHARACTERS - 20)}"
         _draw_heldout(axes, number, label, points, numbered=points if few else points[-1:])
+        for p in heldout:
+            if p.name == name and p.version_max > p.version:
+                colour = HELDOUT[number % len(HELDOUT)]
+                axes.hlines(p.reward, p.version, p.version_max, color=colour, linewidth=3)
     axes.set_ylabel("mean reward")
     axes.margins(y=0.15)
     axes.grid(alpha=0.25)
     _legend(axes)
+
+
+def _draw_truncated(
+    axes: "Axes", done: Sequence[Event], heldout: Sequence[history.Heldout]
+) -> None:
+    known = [e for e in done if e.get("response/truncated") is not None]
+    steps, parts = [e["step"] for e in known], [e["response/truncated"] for e in known]
+    axes.plot(steps, parts, color=BLUE, linewidth=1.5)
+    for number, name in enumerate(dict.fromkeys(point.name for point in heldout)):
+        points = [(p.version, p.truncated) for p in heldout if p.name == name]
+        of_set = [(version, part) for version, part in points if part is not None]
+        if of_set:
+            _draw_heldout(axes, number, "_", of_set, numbered=())
+    axes.set_ylabel("cut off")
+    axes.set_ylim(bottom=-0.01)
+    axes.grid(alpha=0.25)
 
 
 def _draw_training(axes: "Axes", steps: Sequence[int], values: Sequence[float]) -> None:

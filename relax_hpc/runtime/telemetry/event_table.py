@@ -146,6 +146,9 @@ EVENTS: dict[str, EventKind] = {
             "step": "",
             "time/...": "seconds: sampling, while any group is under way; else by reason, see "
             "docs/how-to/what-now.md",
+            "groups/early": "prompt groups begun for the places of groups that will probably be "
+            "skipped; some were not needed",
+            "groups/surplus": "of these, sampled again by a newer policy",
         },
     ),
     "unfinished": EventKind(
@@ -191,8 +194,11 @@ EVENTS: dict[str, EventKind] = {
             "correct": "sum of the scores",
             "num_samples": "with a score",
             "num_masked": "without: their reward failed, with reward.on_error = mask",
+            "num_tokens": "sampled",
+            "num_truncated": "samples cut off by a limit",
+            "seconds": "that it took, in this start of the task",
         },
-        {"correct": "eval/<name>/reward"},
+        {"correct": "eval/<name>/reward", "num_truncated": "eval/<name>/truncated"},
     ),
     # scorers and the critic
     "scored": EventKind(

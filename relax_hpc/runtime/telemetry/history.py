@@ -29,10 +29,18 @@ class Heldout(NamedTuple):
     time: float
     correct: float
     num_samples: int
+    version_max: int = -1
+    """Newest one."""
+    truncated: float | None = None
+    """Part of the samples that a limit cut off; None for older runs."""
 
     @property
     def reward(self) -> float:
         return self.correct / self.num_samples
+
+
+def describe_policies(oldest: int, newest: int) -> str:
+    return str(oldest) if oldest >= newest else f"{oldest} to {newest}"
 
 
 def steps(events: Sequence[Event]) -> list[Event]:
@@ -73,8 +81,17 @@ def heldout(events: Sequence[Event], *, every_set: bool = False) -> list[Heldout
             correct = sum(e["correct"] for e in by_rank.values())
             newest = max(e["time"] for e in by_rank.values())
             version = min((v for e in by_rank.values() if (v := e["version"]) >= 0), default=0)
-            points.append(Heldout(name, when, version, newest, correct, count))
+            last = max(e.get("version_max", version) for e in by_rank.values())
+            truncated = _share_truncated(list(by_rank.values()))
+            points.append(Heldout(name, when, version, newest, correct, count, last, truncated))
     return sorted(points, key=lambda point: (point.version, point.time))
+
+
+def _share_truncated(shares: Sequence[Event]) -> float | None:
+    if any("num_truncated" not in event for event in shares):
+        return None
+    count = sum(event["num_samples"] + event.get("num_masked", 0) for event in shares)
+    return float(sum(event["num_truncated"] for event in shares) / count)
 
 
 def shares_of(events: Sequence[Event]) -> dict[tuple[str, str, int], dict[int, Event]]:
@@ -293,11 +310,13 @@ class Points:
         if len(shares) < tasks:
             return
         for score in heldout(list(shares.values()), every_set=True):
-            name = tag("eval", "correct", name=score.name)
-            assert name is not None
-            if all((point.tag, point.step) != (name, score.version) for point in self._lasting):
-                self._lasting.append(Point(name, score.version, score.reward, score.time))
-                yield self._lasting[-1]
+            for field, value in (("correct", score.reward), ("num_truncated", score.truncated)):
+                name = tag("eval", field, name=score.name)
+                assert name is not None
+                drawn = any((p.tag, p.step) == (name, score.version) for p in self._lasting)
+                if value is not None and not drawn:
+                    self._lasting.append(Point(name, score.version, value, score.time))
+                    yield self._lasting[-1]
 
 
 def _points(event: Event) -> Iterator[Point]:

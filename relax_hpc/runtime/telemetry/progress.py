@@ -18,6 +18,8 @@ def step_line(fields: Mapping[str, Any], num_steps: int, eta_s: float | None) ->
     if "reward/mean" in fields:
         parts.append(f"reward {fields['reward/mean']:.3f}")
     parts += _groups(fields)
+    if cut := fields.get("response/truncated"):
+        parts.append(f"{cut:.1%} cut off")
     if "data/epoch" in fields:
         parts.append(f"epoch {fields['data/epoch']:.2f}")
     if "loss" in fields:

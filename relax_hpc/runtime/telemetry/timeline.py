@@ -13,7 +13,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry import history, picture
 from relax_hpc.runtime.telemetry.events import Event, read_events
-from relax_hpc.runtime.telemetry.progress import duration
+from relax_hpc.runtime.telemetry.progress import duration, short
 from relax_hpc.runtime.telemetry.timers import Phase
 
 if TYPE_CHECKING:
@@ -210,6 +210,18 @@ def _healthy_at(phases: Sequence[Phase]) -> float:
     return max((p.start + p.seconds for p in phases if p.name == "start"), default=0.0)
 
 
+HELD_OUT = "held-out"
+"""Name of the row of evaluations."""
+
+
+class SetCost(NamedTuple):
+    """What the evaluations of a held-out set took; means."""
+
+    evaluations: int
+    seconds: float
+    num_tokens: float
+
+
 _STANDSTILL = ("pause", "prepare", "wire", "load", "resume")
 """Parts of a publication in which engines do not sample."""
 
@@ -243,6 +255,8 @@ class Timeline(NamedTuple):
     """The start before the first of these steps, if any."""
     clocks: Mapping[str, float] = MappingProxyType({})
     """Tasks whose clocks differ -> seconds that these are behind; their times are corrected."""
+    evaluations: Mapping[str, SetCost] = MappingProxyType({})
+    """By held-out set; those that are a phase of `HELD_OUT`."""
 
     @property
     def seconds(self) -> float:
@@ -275,11 +289,13 @@ class Summary(NamedTuple):
     start: Sequence[TimelineEntry] = ()
     clocks: Mapping[str, float] = MappingProxyType({})
     """Tasks whose clocks differ -> seconds that these are behind."""
+    evaluations: Mapping[str, SetCost] = MappingProxyType({})
 
     def to_json(self) -> dict[str, object]:
         return self._asdict() | {
             "start": [part._asdict() for part in self.start],
             "clocks": dict(self.clocks),
+            "evaluations": {name: cost._asdict() for name, cost in self.evaluations.items()},
         }
 
 
@@ -320,6 +336,9 @@ def read(run_dir: Path, *, first: int | None = None, last: int | None = None) ->
     start = before(steps[0], events, phases, pauses)
     work = {process_of(e) for e in events if e["event"] == "phases" and e.get("step") != 0}
     phases = {name: noted for name, noted in phases.items() if name in work}
+    evaluated = [e for e in _evaluations(events) if e[1].start < end and _end_of([e[1]]) > begin]
+    if evaluated:
+        phases[HELD_OUT] = [phase for _, phase, _ in evaluated]
     for by_name in (phases, pauses):
         for name, noted in by_name.items():
             by_name[name] = [p for p in noted if p.start < end and p.start + p.seconds > begin]
@@ -327,7 +346,10 @@ def read(run_dir: Path, *, first: int | None = None, last: int | None = None) ->
     rates = _rates([e for e in loads if begin < e["time"] and e["time"] - e["seconds"] < end])
     numbers = {e["step"] for e in steps}
     waits = [e for e in events if e["event"] == "waits" and e["step"] in numbers]
-    return Timeline(run_dir.name, begin, end, steps, phases, rates, pauses, waits, start, differ)
+    return Timeline(
+        run_dir.name, begin, end, steps, phases, rates, pauses, waits, start, differ,
+        _costs(evaluated),
+    )  # fmt: skip
 
 
 def summary(timeline: Timeline) -> Summary:
@@ -358,7 +380,29 @@ def summary(timeline: Timeline) -> Summary:
         timeline.start.seconds if timeline.start else None,
         parts(timeline.start) if timeline.start else (),
         timeline.clocks,
+        timeline.evaluations,
     )
+
+
+def _evaluations(events: Sequence[Event]) -> list[tuple[str, Phase, int]]:
+    """Returns each evaluation over all tasks: its set, its time, and its sampled tokens."""
+    timed = [e for e in events if e["event"] == "eval" and "seconds" in e]
+    found = []
+    for (name, _, _), tasks in history.shares_of(timed).items():
+        start = min(e["time"] - e["seconds"] for e in tasks.values())
+        end = max(e["time"] for e in tasks.values())
+        tokens = sum(e["num_tokens"] for e in tasks.values())
+        found.append((name, Phase(name, start, end - start), tokens))
+    return found
+
+
+def _costs(evaluated: Sequence[tuple[str, Phase, int]]) -> dict[str, SetCost]:
+    costs = {}
+    for name in dict.fromkeys(name for name, _, _ in evaluated):
+        own = [(phase.seconds, tokens) for each, phase, tokens in evaluated if each == name]
+        seconds, tokens = (statistics.fmean(values) for values in zip(*own, strict=True))
+        costs[name] = SetCost(len(own), seconds, tokens)
+    return costs
 
 
 def _of_rollout(waits: Sequence[Event], num_steps: int) -> dict[str, float]:
@@ -395,6 +439,11 @@ def text(found: Summary) -> str:
     if found.rollout:
         spent = ", ".join(f"{name} {seconds:.2f}" for name, seconds in found.rollout.items())
         lines.append(f"rollout, s/step: {spent}")
+    lines += [
+        f"held-out {name}: {cost.evaluations} evaluation{'s' * (cost.evaluations > 1)}, "
+        f"{cost.seconds:.1f} s and {short(cost.num_tokens)} tokens each"
+        for name, cost in found.evaluations.items()
+    ]
     if found.engines:
         lines.append(
             f"engines: {found.engines}, {found.tokens_per_s:,.0f} tokens/s sampled, "

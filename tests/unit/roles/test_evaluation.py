@@ -8,24 +8,31 @@ from episode_fakes import Board, answer, episodes
 from role_fakes import Events, Journal, config
 
 from relax_hpc.data.source import Prompt
+from relax_hpc.environments.record import Call, EpisodeRecord
 from relax_hpc.environments.rewards.contract import Score
 from relax_hpc.errors import EngineError
+from relax_hpc.roles.rollout import heldout
 from relax_hpc.roles.rollout.heldout import Due, Evaluator
 from relax_hpc.roles.rollout.heldout import ScoreBoard as RealBoard
 from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.schema import FinishReason
 
 
 class Greedy:
-    """Answers a prompt with its own token, by policy `now`; may be held up."""
+    """Answers a prompt with its own token, by policy `now`; may be held up, before or after the
+    first token."""
 
     def __init__(self, journal):
-        self.journal, self.now, self.asked = journal, 0, 0
+        self.journal, self.now, self.asked, self.begins = journal, 0, 0, False
+        self.oldest = set()
         self.free = asyncio.Event()
         self.free.set()
 
     async def sample(self, given, draft, how, *, seed, homes):
         self.journal.note(given, how.temperature)
+        self.oldest.add(how.min_version)
         self.asked += 1
+        draft.token_ids += [7] * self.begins
         await self.free.wait()
         return answer(draft, list(given), [-0.5], [(0, self.now)])
 
@@ -49,7 +56,10 @@ class Made:
                       reward__on_error=on_error, **pace)  # fmt: skip
         shares = {name: prompts[rank::size] for name in sets}
         each = episodes(made, self.sampler, score or right)
-        self.evaluator = Evaluator(made, shares, each, self.events, self.board)
+        self.config, self.trained = made, {}
+        self.evaluator = Evaluator(
+            made, shares, each, self.events, self.board, trained=self.trained
+        )
 
     async def visit(self, version, trained):
         self.sampler.now = version
@@ -80,12 +90,13 @@ def evaluate(visits, *, finish=None, **settings):
 def test_a_task_evaluates_its_own_share_of_the_held_out_prompts_greedily():
     made = evaluate([(0, 0)], rank=1, size=2, every=0)
     assert made.journal == [([1], 0.0), ([3], 0.0)]
-    assert made.events.of("eval") == [
-        {
-            "name": "heldout", "headline": True, "tasks": 2, "when": "before", "number": 0,
-            "version": 0, "version_max": 0, "correct": 2.0, "num_samples": 2, "num_masked": 0,
-        }
-    ]  # fmt: skip
+    [event] = made.events.of("eval")
+    assert event.pop("seconds") > 0
+    assert event == {
+        "name": "heldout", "headline": True, "tasks": 2, "when": "before", "number": 0,
+        "version": 0, "version_max": 0, "correct": 2.0, "num_samples": 2, "num_masked": 0,
+        "num_tokens": 2, "num_truncated": 0,
+    }  # fmt: skip
     made = evaluate([(0, 0)], rank=0, size=2, every=0)
     assert [given for given, _ in made.journal] == [[0], [2], [4]]
     [event] = made.events.of("eval")
@@ -131,6 +142,30 @@ def test_the_last_policy_is_evaluated_once_where_it_is_due_during_training_too(
     assert made.said == [("before", 0), *(("during", each) for each in during), ("after", 14)]
 
 
+ONE_POLICY = {"every": 4, "advanced": {"one_policy": True}}
+
+
+def test_a_policy_for_which_training_waits_is_evaluated_whenever_it_is_there_and_nothing_else():
+    visits = [(0, 0), (3, 3), (4, 4), (5, 5), (9, 9), (12, 12), (13, 13)]
+    made = evaluate(visits, finish=16, schedule={"num_steps": 16}, **ONE_POLICY)
+    assert made.said == [("before", 0), ("during", 4), ("during", 12), ("after", 16)]
+    assert made.sampler.oldest == {0, 4, 12}, "no older policy may sample"
+    awaited = {v: [each[1:] for each in heldout.awaited_at(made.config, v)] for v in range(17)}
+    assert {v: dues for v, dues in awaited.items() if dues} == {
+        0: [("before", 0)], 4: [("during", 1)], 8: [("during", 2)], 12: [("during", 3)]
+    }  # fmt: skip
+    assert evaluate([(0, 5), (5, 5)], **ONE_POLICY).said == [], "not yet the trainer's policy"
+
+
+@pytest.mark.parametrize("placement", ["own", "actor"])
+def test_training_waits_for_evaluations_as_told_and_else_where_engines_share_its_gpus(placement):
+    sets = {n: {"path": "p", "advanced": {"one_policy": v}} for n, v in (("y", True), ("n", False))}
+    sets["unset"] = {"path": "p"}
+    made = config(eval=sets, engines__rollout__placement=placement, schedule__max_staleness=0)
+    waits = {"y": True, "n": False, "unset": placement == "actor"}
+    assert {name: made.waits_for_eval(name) for name in sets} == waits
+
+
 def test_an_engine_that_starts_in_the_middle_is_not_taken_for_the_first_policy():
     assert evaluate([(0, 5), (5, 5), (8, 8)], every=8).said == [("during", 8)]
 
@@ -162,26 +197,40 @@ async def test_every_sample_is_kept_with_the_policies_that_sampled_it():
     assert (share.version, share.version_max, share.correct, share.num_samples) == (2, 3, 6.0, 10)
 
 
+ALONE = {"a": {"advanced": {"one_policy": True}}}
+
+
 @pytest.mark.parametrize(
-    ("sets", "settings", "share"),
+    ("sets", "settings", "asking", "begins", "share"),
     [
-        ("a", {}, 2),  # a quarter of eight places
-        ("abc", {}, 2),  # for all sets together
-        ({"a": {"samples_per_prompt": 4}, "b": {}}, {}, 4),  # one prompt, though it wants more
-        ("a", {"max_staleness": 0}, 1),  # a quarter of four requests that training has in flight
+        ("a", {}, 8, True, 2),  # a quarter of eight places
+        ("abc", {}, 8, True, 2),  # for all sets together
+        ({"a": {"samples_per_prompt": 4}, "b": {}}, {}, 8, True, 4),  # one prompt, though it wants
+        ("a", {"max_staleness": 0}, 8, True, 1),  # a quarter of four that training has in flight
+        ("a", {}, 5, True, 3),  # what training leaves free
+        ("a", {}, 0, False, 2),  # and no more than a quarter waits for an engine
+        (ALONE, {}, 6, True, 2), (ALONE, {}, 8, True, 1),  # training waits: it goes first till then
     ],
-)
-async def test_while_training_goes_on_evaluations_have_a_share_of_the_places(sets, settings, share):
+)  # fmt: skip
+async def test_while_training_goes_on_evaluations_have_a_share_of_the_places(
+    sets, settings, asking, begins, share, monkeypatch
+):
+    monkeypatch.setattr(heldout, "_LOOK_S", 0.001)
+    over = [EpisodeRecord([Call([1], finish=FinishReason.STOP)])] * 9
+    trained = [[EpisodeRecord() for _ in range(asking)], over] if asking else []
     made = Made(every=4, sets=sets, schedule=settings)
+    made.sampler.begins = begins
     made.sampler.free.clear()
     await made.visit(0, 0)
     before = made.sampler.asked
     made.sampler.free.set()
     await made.visit(1, 1)
     all_before = made.sampler.asked
+    made.trained |= enumerate(trained)
     made.sampler.free.clear()
     await made.visit(4, 4)
     during = made.sampler.asked - all_before
+    made.trained.clear()
     made.sampler.free.set()
     await made.evaluator.finish(None)
     evaluations = made.sampler.asked / all_before
@@ -279,6 +328,20 @@ def test_an_evaluation_that_fell_due_while_the_task_was_dead_is_made_and_none_tw
     assert life.events[2:] == [("during", 9), ("after", 10)]
     assert [len({row[:2] for row in rows}) for rows in life.rows().values()] == [5] * 4
     assert {len(rows) for rows in life.rows().values()} == {5}
+
+
+def test_what_was_left_of_one_policy_waits_for_it_to_come_again_unless_it_has_passed(tmp_path):
+    """Killed with one prompt each of policies 4 and 8; the trainer goes on from step 3."""
+    life = Life(tmp_path, **ONE_POLICY)
+    asyncio.run(life.live([(0, 0), (4, 4)], answers=6))
+    asyncio.run(life.live([(3, 3)]))
+    assert life.events == [("before", 0)]
+    asyncio.run(life.live([(4, 4)]))
+    asyncio.run(life.live([(8, 8)], answers=1))
+    asyncio.run(life.live([(9, 9)]))
+    assert life.events == [("before", 0), ("during", 4), ("during", 8)]
+    versions = [sorted({row[2] for row in rows}) for rows in life.rows().values()]
+    assert versions == [[0], [4], [8, 9]]
 
 
 def test_a_run_that_is_given_more_steps_evaluates_its_new_last_policy_and_no_old_one_again(

@@ -3,13 +3,14 @@
 from types import SimpleNamespace
 
 import pytest
-from role_fakes import Journal, config
+from role_fakes import Events, Journal, config
 
 from relax_hpc.errors import PeerTimeoutError
 from relax_hpc.roles.actor import loop, rank0
 from relax_hpc.roles.rollout.heldout import Due, HeldoutRow, ScoreBoard, TaskScore
 from relax_hpc.runtime.comm.world import SoloWorld
 from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.timers import Timers
 
 STEPS = config().schedule.num_steps
 ROW = HeldoutRow(0, 0, 1.0, {}, 3, 3, "stop", 1, ["a"])
@@ -56,8 +57,8 @@ def clock(monkeypatch):
     return clock
 
 
-def evaluated(paths, rank, *, when="after", number=STEPS):
-    board, due = ScoreBoard(paths, rank, 2), Due("heldout", when, number)
+def evaluated(paths, rank, *, name="heldout", when="after", number=STEPS):
+    board, due = ScoreBoard(paths, rank, 2), Due(name, when, number)
     board.begin(due)
     board.keep(due, [ROW])
     board.add(due, TaskScore.of([ROW]), [ROW])
@@ -99,6 +100,30 @@ def test_who_scores_nothing_for_long_is_named_and_who_does_is_waited_for(tmp_pat
         served(paths, engines, launch__advanced__peer_timeout_s=20)
     # one every two seconds, and one a turn
     assert len(slow) + 10 <= engines.looks <= len(slow) + 13
+
+
+def test_no_batch_is_taken_while_a_policy_is_evaluated_that_training_waits_for(tmp_path):
+    """Of policy 4; an engine that comes meanwhile is given it, and then the wait goes on."""
+    table = {"path": "p", "every": 4, "advanced": {"one_policy": True}}
+    made = config(engines__rollout__count=2, eval={"h": table}, run_root=str(tmp_path), name="r",
+                  schedule__num_steps=12)  # fmt: skip
+    paths, journal = RunPaths(tmp_path / "r"), Journal()
+    for rank in range(2):
+        evaluated(paths, rank, name="h", when="before", number=0)
+    done = {2: lambda: evaluated(paths, 0, name="h", when="during", number=1),
+            5: lambda: evaluated(paths, 1, name="h", when="during", number=1)}  # fmt: skip
+    engines = Engines(newcomers=(3,), at_look=done)
+    engines.take_ended_loads = list
+
+    def next_portion(step, **settings):
+        journal.note(step, engines.looks)
+        raise rank0._Interrupted
+
+    sequencer = SimpleNamespace(next_portion=next_portion)
+    actor = rank0.ActorRank0(made, sequencer, None, engines, [], Events())
+    for step in (1, 4, 5, 5, 6, 12):
+        assert actor.next_task(step, Timers(step)) is None
+    assert journal == [(1, 0), (4, 0), (5, 5), (6, 5), (12, 5)]
 
 
 @pytest.mark.parametrize("settings", [

@@ -41,8 +41,8 @@ class Engines:
     def __init__(self, journal):
         self.journal = journal
 
-    def fall_asleep(self, *, notice_s=0.0, on_wait):
-        self.journal.note("asleep", notice_s)
+    def fall_asleep(self, *, on_wait):
+        self.journal.note("asleep")
 
     def wake(self):
         self.journal.note("wake")
@@ -63,7 +63,7 @@ def test_the_trainer_takes_memory_when_engines_sleep_on_every_rank_and_they_wake
     journal, events = Journal(), Events()
     taken = SharedGpus(World(journal), Engines(journal), events)
     trainer = Borrower(journal)
-    assert journal == [("asleep", lease.NOTICE_S), ("told",)]
+    assert journal == [("asleep",), ("told",)]
     journal.clear()
     taken.to_trainer(trainer)  # it has it already
     assert journal == []
@@ -71,7 +71,7 @@ def test_the_trainer_takes_memory_when_engines_sleep_on_every_rank_and_they_wake
     assert journal == [("lend",), ("barrier",), ("wake",)]
     journal.clear()
     taken.to_trainer(trainer)
-    assert journal == [("asleep", 0.0), ("told",), ("reclaim",)]
+    assert journal == [("asleep",), ("told",), ("reclaim",)]
     taken.to_trainer(trainer)
     assert len(journal) == 3
     assert [event["holder"] for event in events.of("lease")] == ["trainer", "engines", "trainer"]
@@ -169,6 +169,7 @@ class Slow:
         return int(time.monotonic() < self.idle_at)
 
     def abort_all(self): ...
+    def shut(self): ...
     def pause(self): ...
     def release_memory(self, tags): ...
 
@@ -210,7 +211,7 @@ def test_the_evaluation_of_the_last_policy_is_waited_for_by_all_ranks(ranks, tmp
         if world.rank == 0:
             tell = turns.Turns(world).tell
             last = rank0.LastPolicy(settings, paths, newcomers, tell)
-            last._look = lambda: time.monotonic() < until
+            last._owed.look = lambda: time.monotonic() < until
         loop.serve(world, None, None, last and last.wait_for_wanted)
         return time.monotonic()
 

@@ -21,6 +21,10 @@ def score(response: str, answer: str, *, in_thought: bool = False, wrong: float 
     return 1.0 if equal(line_or_box(final_text(response, in_thought)) or "", answer) else wrong
 
 
+def marks(response: str) -> bool:
+    return line_or_box(final_text(response)) is not None
+
+
 def lowest(wrong: float) -> float:
     return wrong
 

@@ -32,6 +32,10 @@ def score(
     return float(given is not None and given == _parse_wanted(answer))
 
 
+def marks(response: str) -> bool:
+    return _find_marked(final_text(response), last_number=False) is not None
+
+
 def can_match(answer: str) -> bool:
     return _parse_wanted(answer) is not None
 

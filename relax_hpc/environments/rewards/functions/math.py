@@ -11,5 +11,9 @@ def score(response: str, answer: str, *, in_thought: bool = False) -> float:
     return float(equal(last_box(final_text(response, in_thought)) or "", answer))
 
 
+def marks(response: str) -> bool:
+    return last_box(final_text(response)) is not None
+
+
 def can_match(answer: str) -> bool:
     return bool(tidy(answer))
