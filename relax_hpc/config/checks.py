@@ -30,6 +30,8 @@ def check(config: "RunConfig") -> None:
     _check_routed_experts(config)
     if config.rollout_pool.placement == "actor":
         _check_shared_gpus(config)
+    elif (count := config.rollout_pool.advanced.engines_per_gpu) > 1:
+        _check_no_broadcast(config, count)
     if config.launch.layout == "separate":
         _check_separate_sides(config)
     _check_reference(config)
@@ -102,6 +104,7 @@ def check_pool(name: str, pool: EnginePool) -> None:
             f"{per_task}: an engine over {pool.nodes_per_engine} nodes ({key}.nodes_per_engine) "
             "has a task on each of them for itself; use 1"
         )
+    _check_shared_gpu(key, pool)
     if pool.nodes_per_engine == 1:
         return
     spread = f"{key}.nodes_per_engine = {pool.nodes_per_engine}"
@@ -113,6 +116,28 @@ def check_pool(name: str, pool: EnginePool) -> None:
         raise ValueError(
             f"{spread}: {pool.count} engines take {pool.num_tasks} nodes of their own; "
             f"set {key}.resources.nodes to it"
+        )
+
+
+def _check_shared_gpu(key: str, pool: EnginePool) -> None:
+    """Checks what goes with several engines on a GPU, but for their size."""
+    count, own = pool.advanced.engines_per_gpu, f"{key}.advanced.engines_per_gpu"
+    if count == 1:
+        return
+    if pool.nodes_per_engine > 1:
+        raise ValueError(
+            f"{own} = {count}: an engine over {pool.nodes_per_engine} nodes "
+            f"({key}.nodes_per_engine) shares no GPU; use 1"
+        )
+    if pool.engines_per_task % count:
+        raise ValueError(
+            f"{own} = {count}: engines that share a GPU are of one task; set "
+            f"{key}.engines_per_task = {pool.engines_per_task} to a multiple of it"
+        )
+    if pool.kind == "sglang" and "max_total_tokens" not in pool.args:
+        raise ValueError(
+            f"{own} = {count}: an engine takes its share of a GPU without regard to others that "
+            f"start there; set {key}.args.max_total_tokens, the tokens that each caches"
         )
 
 
@@ -181,6 +206,15 @@ def _check_shared_gpus(config: "RunConfig") -> None:
                 f"engines.rollout.resources.{name} = {getattr(asked, name)!r}: with {key} "
                 f"it is actor.resources.{name} = {getattr(actors, name)!r}; remove it"
             )
+
+
+def _check_no_broadcast(config: "RunConfig", count: int) -> None:
+    """Refuses a broadcast to engines that share a GPU, of which NCCL takes one rank only."""
+    if config.weights.transport == "collective":
+        raise ValueError(
+            "weights.transport = 'collective': NCCL takes no two ranks on one GPU, and "
+            f"engines.rollout.advanced.engines_per_gpu = {count}; use 'files'"
+        )
 
 
 def _check_separate_sides(config: "RunConfig") -> None:

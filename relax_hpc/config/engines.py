@@ -31,6 +31,10 @@ class PoolAdvanced(Section):
     drain_slow: bool = False
     """A task gives an engine nothing new for ten minutes if it samples less than half as fast as
     the median of its engines. Needs three or more."""
+    engines_per_gpu: Positive = 1
+    """Engines of one GPU each that share it, side by side in a task. With a small model, the
+    scheduler of one engine leaves most of a GPU idle. SGLang gives each a share of what is free
+    when it starts; so set `args.max_total_tokens`, the size of each cache."""
 
 
 class EnginePool(Section):
@@ -44,8 +48,9 @@ class EnginePool(Section):
     count: Positive = 1
     """Number of engines when the job starts."""
     engines_per_task: Positive = 1
-    """Engines per task, each on its own GPUs. With all engines of a node, the node has one task,
-    which is one bus producer. An engine over several nodes has tasks alone."""
+    """Engines per task, each on its own GPUs unless `advanced.engines_per_gpu` is set. With all
+    engines of a node, the node has one task, which is one bus producer. An engine over several
+    nodes has tasks alone."""
     nodes_per_engine: Positive = 1
     """Above 1, an engine spans that many nodes, with one task on each; needs `kind` sglang."""
     max_running_requests: Positive = 256
@@ -63,6 +68,11 @@ class EnginePool(Section):
     @property
     def num_tasks(self) -> int:
         return self.num_hosts * self.nodes_per_engine
+
+    @property
+    def lanes_per_rank(self) -> int:
+        """Engine ranks on the GPU of each rank of the actor."""
+        return self.advanced.engines_per_gpu if self.placement == "actor" else 0
 
     @property
     def is_apart(self) -> bool:

@@ -25,7 +25,7 @@ _ADVANCED = {
     "prompts.media": "store workers folder broken audio_max_s audio_in_video",
     "reward": "memory_gib most_errors solved_at workers",
     "rollout": "max_continuations groups_per_shard over_sampling routed_experts",
-    "engines.<name>": "start_timeout_s hang_timeout_s drain_slow",
+    "engines.<name>": "start_timeout_s hang_timeout_s drain_slow engines_per_gpu",
     "eval.<name>": "one_policy",
     "critic": "weights value_clip returns_lambda",
     "bus": "compress",

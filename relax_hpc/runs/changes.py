@@ -29,7 +29,7 @@ _COMPUTED = re.compile(
     r"(actor|critic|reference|teachers\.[^.]+)\.layout(\.\w+)?"
     r"|actor\.(tokens_per_micro_batch|optimizer\.offload|transformer\.recompute_\w+)"
     r"|actor\.advanced\.(portion_micro_batches|attention|recomputed_passes|kept_logits_gib)"
-    r"|actor\.advanced\.(tower_patches|features_gib)|engines\.[^.]+\.advanced\.drain_slow"
+    r"|actor\.advanced\.(tower_patches|features_gib)|engines\.[^.]+\.advanced\.(drain_slow|engines_per_gpu)"
     r"|engines\.[^.]+\.(count|engines_per_task|nodes_per_engine|max_running_requests)"
     r"|engines\.[^.]+\.args\.(tp_size|ep_size|mem_fraction_static|chunked_prefill_size)"
     r"|engines\.[^.]+\.args\.(max_prefill_tokens|max_total_tokens|cuda_graph_max_bs)"

@@ -1,7 +1,8 @@
-"""Serves engines on the trainer's own GPUs: each rank sends weights to the engine beside it.
+"""Serves engines on the trainer's own GPUs: each rank sends weights to the engines beside it.
 
-Rank t of engine e shares the GPU of the trainer's rank e x ranks + t. Every rank of the trainer
-gets the whole stream of weights, so no bucket crosses between GPUs.
+Rank t of engine e has lane e x ranks + t. With k engines on a GPU, the trainer's rank r serves
+lanes r x k to r x k + k - 1. Every rank of the trainer gets the whole stream of weights, so no
+bucket crosses between GPUs.
 
 Engines release their memory while the trainer trains. They take it back in the next publication:
 first the memory of the weights, which are then updated, then that of the cache, which is empty.
@@ -23,8 +24,8 @@ from relax_hpc.errors import EngineError, PeerTimeoutError
 from relax_hpc.inference import members
 from relax_hpc.inference.client import EngineClient
 from relax_hpc.inference.members import MEMORY, EngineRegistry, Engines, Member
-from relax_hpc.runtime.comm.bucket import BucketPlan, Wire
-from relax_hpc.runtime.comm.lanes import LaneSender, NoWire, Store
+from relax_hpc.runtime.comm.bucket import BucketPlan
+from relax_hpc.runtime.comm.lanes import LaneSender, Store
 from relax_hpc.runtime.comm.orders import PLAN, Order, Task, abort_key
 from relax_hpc.runtime.comm.torch_group import start_store
 from relax_hpc.runtime.comm.world import World
@@ -56,12 +57,18 @@ class LaneLink:
     """One rank's part. All ranks of the trainer make it at once, and keep it."""
 
     def __init__(
-        self, world: World, plan: BucketPlan, device: torch.device, config: WeightsConfig
+        self,
+        world: World,
+        plan: BucketPlan,
+        device: torch.device,
+        config: WeightsConfig,
+        per_rank: int = 1,
     ) -> None:
-        self.config, self.lane = config, world.rank
+        self.config, self._rank = config, world.rank
+        self._lanes = range(world.rank * per_rank, (world.rank + 1) * per_rank)
         self.buffers = Buffers(plan, device, count=_BUFFERS)
         self.store = Store(start_store(world, timeout_s=config.advanced.timeout_s))
-        self.sender = LaneSender(self.store, world.rank, self.buffers.share())
+        self.sender = LaneSender(self.store, self._lanes, self.buffers.share())
         if world.rank == 0:
             self.store.put(PLAN, plan.to_json())
         world.barrier()
@@ -69,8 +76,8 @@ class LaneLink:
 
     def tell(self, word: _Word) -> None:
         """Rank 0: tells the others what to do in this update."""
-        for lane in self._others:
-            self.store.put(f"word/{self._count}/{lane}", json.dumps(asdict(word)))
+        for rank in self._others:
+            self.store.put(f"word/{self._count}/{rank}", json.dumps(asdict(word)))
         self._count += 1
 
     def hear(self) -> _Word:
@@ -79,7 +86,7 @@ class LaneLink:
         Raises:
             PeerTimeoutError: none came in the time rank 0 needs to wait for every engine.
         """
-        key, limit_s = f"word/{self._count}/{self.lane}", 3 * self.config.advanced.timeout_s
+        key, limit_s = f"word/{self._count}/{self._rank}", 3 * self.config.advanced.timeout_s
         self._count += 1
         deadline = time.monotonic() + limit_s
         while not self.store.has(key):
@@ -88,15 +95,18 @@ class LaneLink:
             time.sleep(_POLL_S)
         return _Word(**json.loads(self.store.take(key, timeout_s=self.config.advanced.timeout_s)))
 
+    def own(self, word: _Word) -> list[int]:
+        """Returns the lanes of this rank that are in use."""
+        return [lane for lane in word.lanes if lane in self._lanes]
+
     def give(
         self,
-        serial: str,
+        word: _Word,
         outgoing: Outgoing,
-        wire: Wire,
         deadline: float,
         give_up: Callable[[], None] = lambda: None,
     ) -> None:
-        """Gives all buckets to the engine rank on this GPU, unless somebody gives up.
+        """Gives all buckets to the engine ranks on this GPU, unless somebody gives up.
 
         Args:
             outgoing: not started yet.
@@ -106,13 +116,13 @@ class LaneLink:
 
         def check() -> None:
             give_up()
-            if self.store.has(abort_key(serial)) or time.monotonic() > deadline:
+            if self.store.has(abort_key(word.serial)) or time.monotonic() > deadline:
                 raise _GivenUpError
 
-        self.sender.begin(serial, check)
+        self.sender.begin(word.serial, self.own(word), check)
         # Whoever gave up, or did not take a bucket, will be named by rank 0.
         with suppress(_GivenUpError):
-            for sent in list(outgoing.send(wire)):
+            for sent in list(outgoing.send(self.sender)):
                 sent.order_after()
 
 
@@ -122,15 +132,15 @@ def give_lane(
     tensors: Iterator[tuple[str, Tensor]],
     skipped: Collection[int] = (),
 ) -> None:
-    """Gives the weights to the engine rank on this GPU, if it is to get them; on ranks other than
+    """Gives the weights to the engine ranks on this GPU that are to get them; on ranks other than
     0, with link and gather as the publisher has them."""
     outgoing = Outgoing(link.buffers, tensors, gather, skipped=skipped)
     outgoing.prefetch()  # rank 0 does, and they bring the tensors together
     try:
         word = link.hear()
-        if link.lane in word.lanes:
+        if link.own(word):
             deadline = time.monotonic() + link.config.advanced.timeout_s
-            link.give(word.serial, outgoing, link.sender, deadline)
+            link.give(word, outgoing, deadline)
     finally:
         outgoing.drain()
 
@@ -164,11 +174,10 @@ class LaneTransport(JointTransport):
             self._prepared |= new.keys()
 
         def transfer(serial: str, give_up: Callable[[], None]) -> None:
-            lanes = [lane for member in live for lane in _lanes(member)]
-            self._link.tell(_Word(lanes, serial))
+            word = _Word([lane for member in live for lane in _lanes(member)], serial)
+            self._link.tell(word)
             self._has_told = True
-            wire = self._link.sender if self._link.lane in lanes else NoWire()
-            self._link.give(serial, update.outgoing, wire, deadline, give_up)
+            self._link.give(word, update.outgoing, deadline, give_up)
 
         with timers("wire"):
             task: Task = "check" if update.check else "receive"

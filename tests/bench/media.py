@@ -1,6 +1,6 @@
-"""Images from file to engine and trainer: CPU seconds, towers, requests with images.
+"""Images from file to trainer: CPU seconds, towers.
 
-python tests/bench/media.py --part towers --part engine
+python tests/bench/media.py --part towers
 """
 
 import argparse
@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import media_engine
 import media_prepare
 import media_towers
 from rich.console import Console
@@ -21,7 +20,6 @@ from relax_hpc.runtime.files.scratch import use_private_folder
 _TINY_TOWERS = media_towers.Work(
     ((4, (256, 256)), (1, (512, 512))), (16, (128, 128)), tower_patches=512, repeats=2
 )
-_TINY_ENGINE = media_engine.Work(images=3, siblings=4, side=256, repeats=2)
 
 
 def _prepare(args: argparse.Namespace) -> Iterator[ReportRow]:
@@ -34,15 +32,9 @@ def _towers(args: argparse.Namespace) -> Iterator[ReportRow]:
     return media_towers.measure(args.shape, work)
 
 
-def _engine(args: argparse.Namespace) -> Iterator[ReportRow]:
-    work = _TINY_ENGINE if args.shape == "tiny" else media_engine.Work()
-    yield from media_engine.measure(args.shape, work, overrides=args.set, python=args.python)
-
-
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[ReportRow]]] = {
     "prepare": _prepare,
     "towers": _towers,
-    "engine": _engine,
 }
 
 
@@ -50,9 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--part", action="append", choices=PARTS, help="repeatable; else all")
     parser.add_argument("--shape", default="qwen3-vl-4b", help="a name, or a model's folder")
-    parser.add_argument("--set", action="append", default=[], help="section.key=value; repeatable")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--python", help="interpreter that has the engine")
     args = parser.parse_args()
     before, rows = machine(), list[ReportRow]()
     try:

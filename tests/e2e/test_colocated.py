@@ -54,12 +54,17 @@ def assert_complete(run_dir, after, steps):
     assert verified >= set(range(1, steps + 1))
 
 
+@pytest.mark.parametrize("ranks", [2, 1], ids=["a GPU each", "both on one"])
 def test_one_of_several_engines_that_a_task_keeps_on_the_actors_gpus_is_killed_and_comes_back(
-    tiny, tmp_path
+    tiny, tmp_path, ranks
 ):
     # Rewards take their time, or else the run may be over before the engine is back.
     steps = 8
-    several = {"engines.rollout.engines_per_task": 2, "reward.name": e2e.unhurried(tmp_path, 4)}
+    several = {
+        "engines.rollout.engines_per_task": 2, "actor.layout.data_parallel": ranks,
+        "engines.rollout.advanced.engines_per_gpu": 2 // ranks,
+        "reward.name": e2e.unhurried(tmp_path, 4),
+    }  # fmt: skip
     run_dir = submit_colocated(tiny, tmp_path, local=True, steps=steps, **several)
     e2e.wait_until(run_dir, e2e.has_done(1), 100)
     started = {event["id"]: event for event in e2e.events_of(run_dir, "rollout", "engine")}

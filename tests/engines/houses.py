@@ -135,10 +135,10 @@ def house_of(kind, checkpoints, folder, *, count=2, ranks_each=1, lanes=False):
 @contextmanager
 def trainer(house, timeout_s=60, **settings):
     """Two ranks; `settings` are for `sync_worker.open_publisher`."""
-    ranks = Ranks(2)
+    ranks, lanes = Ranks(2), len(house.ids) * house.ranks_each // 2
     ranks.call(
         sync_worker.open_publisher, config=house.config, ids=house.ids,
-        bucket_bytes=SMALL_BUCKETS, timeout_s=timeout_s, lanes=house.lanes, **settings,
+        bucket_bytes=SMALL_BUCKETS, timeout_s=timeout_s, lanes=lanes * house.lanes, **settings,
     )  # fmt: skip
     try:
         yield ranks

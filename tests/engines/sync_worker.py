@@ -22,12 +22,12 @@ from relax_hpc.weights.transport import TrainerRanks, call_timeout_s
 
 
 def open_publisher(
-    config, ids, bucket_bytes, timeout_s, lanes=False, bend=None, waits_for_loads=True, frozen=(),
+    config, ids, bucket_bytes, timeout_s, lanes=0, bend=None, waits_for_loads=True, frozen=(),
     **control,
 ):  # fmt: skip
     """Builds the model; on rank 0 a publisher for the members `ids` of the run of `config`.
 
-    With `lanes` the engines are on the ranks' own GPUs, as it were. With `bend` the first tensor is
+    Of the engines, `lanes` are on each rank's own GPU, as it were. With `bend` the first tensor is
     announced by another "shape" or "name" than engines know. `control` is for clients. `frozen`
     parts do not learn.
     """
@@ -38,10 +38,10 @@ def open_publisher(
     specs, paths = scorer.weight_specs(), RunPaths(config.run_dir)
     weights = WeightsConfig(advanced={"bucket_bytes": bucket_bytes, "timeout_s": timeout_s})
     plan = bent(BucketPlan.of(specs, bucket_bytes), bend)
-    link, gather = None, scorer.gather(bucket_bytes, to_all=lanes)
+    link, gather = None, scorer.gather(bucket_bytes, to_all=lanes > 0)
     others = {"collective": partial(give_gathered, gather)}
     if lanes:
-        link = LaneLink(world, plan, CPU, weights)
+        link = LaneLink(world, plan, CPU, weights, lanes)
         others = {"lanes": partial(give_lane, link, gather)}
     snapshots = SnapshotWriter(paths.weights, specs, world, config.model.path)
     ranks = _state["ranks"] = TrainerRanks(world, snapshots, others)

@@ -7,14 +7,14 @@ from houses import at_that_moment, freeze, house_of, kill, publish, trainer
 
 pytestmark = pytest.mark.long
 
-LAYOUTS = {"embedded": (2, 1), "sglang": (1, 2)}
-"""Engines, and ranks of each, beside the two ranks of the trainer."""
+LAYOUTS = {"alone": ("embedded", 2, 1), "pairs": ("embedded", 4, 1), "sglang": ("sglang", 1, 2)}
+"""Kind and number of engines, and ranks of each, beside the two ranks of the trainer."""
 
 
-@pytest.fixture(scope="module", params=["embedded", "sglang"])
+@pytest.fixture(scope="module", params=LAYOUTS)
 def shared(request, checkpoints, tmp_path_factory):
-    kind, folder = request.param, tmp_path_factory.mktemp(request.param)
-    count, ranks = LAYOUTS[kind]
+    folder = tmp_path_factory.mktemp(request.param)
+    kind, count, ranks = LAYOUTS[request.param]
     with house_of(kind, checkpoints, folder, count=count, ranks_each=ranks, lanes=True) as house:
         yield house
 
@@ -59,9 +59,9 @@ def test_a_tensor_that_engines_do_not_know_is_named_and_no_rank_waits_for_it(hou
         assert publish(ranks, house, 1, check=True)["verified"]["equal"]
 
 
-@pytest.mark.parametrize("shared", ["embedded"], indirect=True)
+@pytest.mark.parametrize("shared", ["alone", "pairs"], indirect=True)
 @pytest.mark.parametrize(("act", "timeout_s"), [(freeze, 4), (kill, 30)])
-def test_an_engine_that_stops_in_an_update_is_fenced_and_the_other_gets_all_of_it(
+def test_an_engine_that_stops_in_an_update_is_fenced_and_the_others_get_all_of_it(
     house, act, timeout_s
 ):
     with trainer(house, timeout_s) as ranks:
@@ -70,5 +70,6 @@ def test_an_engine_that_stops_in_an_update_is_fenced_and_the_other_gets_all_of_i
             done = publish(ranks, house, 2)
         assert (done["members"], done["fenced"], done["again"]) == ([], ["rollout-1"], True)
         done = publish(ranks, house, 2, check=True)
-        assert (done["members"], done["again"]) == (["rollout-0"], False)
+        others = [name for name in house.ids if name != "rollout-1"]
+        assert (done["members"], done["again"]) == (others, False)
         assert done["verified"]["equal"]

@@ -2,6 +2,7 @@
 GPUs: one component, two steps."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from job_trees import job_of
@@ -10,6 +11,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.launch import script
 from relax_hpc.launch.placement import groups, place
 from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.engine import check as engine_check
 from relax_hpc.roles.engine.host import EngineHost, hosting_of, slots_of, spec_of
 from relax_hpc.roles.rollout import check as rollout_check
 from relax_hpc.runtime.files.run_secret import RunSecret
@@ -133,6 +135,42 @@ def test_an_engines_lane_is_the_trainers_rank_on_its_own_first_gpu(tmp_path, eng
             assert divmod(member.lane, 8) == (node, gpu)  # as the actor's ranks fill nodes
             found.append((member.id, member.lane))
     assert found == list(zip(config.rollout_engines, range(0, 16, 2), strict=True))
+
+
+PAIRS = {
+    "kind": "sglang", "engines_per_task": 4, "args": {"max_total_tokens": 9},
+    "advanced": {"engines_per_gpu": 2},
+}  # fmt: skip
+
+
+def test_engines_that_share_a_gpu_are_neighbours_in_a_task():
+    """2 nodes of 2 GPUs, 8 engines."""
+    resources = {"gpus_per_node": 2, "nodes": 2}
+    layout = {"layout": {"data_parallel": 4}, "resources": resources}
+    config = job(rollout=PAIRS | {"count": 8, "resources": resources}, actor=layout)
+    tasks = [TaskContext("rollout", rank, 2, 0, "1.0", 1, f"n{rank}") for rank in range(2)]
+    slots = [slot for task in tasks for slot in slots_of(config.rollout_pool, task)]
+    assert [slot.number for slot in slots] == [*range(8)]
+    assert [spec_of(config, slot).args["base_gpu_id"] for slot in slots] == [0, 0, 1, 1] * 2
+    engine_check._check_size("engines.rollout", config.rollout_pool, SimpleNamespace(num_heads=4))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"engines_per_task": 1}, "engines_per_gpu = 2: engines that share a GPU are of one task"),
+        ({"args": {}}, r"engines_per_gpu = 2: .*set engines.rollout.args.max_total_tokens"),
+        ({"placement": "own"}, "weights.transport = 'collective': NCCL .*engines_per_gpu = 2; use"),
+        ({"engines_per_task": 1, "nodes_per_engine": 2}, "engines_per_gpu = 2: an engine over 2 n"),
+        ({"args": {"tp_size": 2, "max_total_tokens": 9}}, "engines_per_gpu = 2: an engine has 2 G"),
+        ({"resources": {"gpus_per_node": 1}}, "gpus_per_node = 1: the engines of a node take 2"),
+    ],
+)
+def test_engines_that_cannot_share_a_gpu_are_refused(change, message):
+    asked = (PAIRS | change).get("resources", {})
+    with pytest.raises(ConfigError, match=message):
+        pool = job(rollout=PAIRS | change, actor={"resources": asked}).rollout_pool
+        engine_check._check_size("engines.rollout", pool, SimpleNamespace(num_heads=4))
 
 
 @pytest.mark.parametrize(

@@ -381,7 +381,7 @@ def measure(
             check_lease(config)
             in_flight = 0
         first = 0 if colocated else config.actor.layout.world_size
-        needed = first + engines * engine_tp
+        needed = first + engines * engine_tp // config.rollout_pool.advanced.engines_per_gpu
         if gpus and needed > gpus:
             raise ConfigError(
                 f"trainer and engines take {needed} GPUs, but {gpus} are here; use fewer"
@@ -448,7 +448,8 @@ def _engines(task: SyncTask, python: str | None) -> Iterator[list[EngineProcess]
     def start(number: int) -> EngineProcess:
         args = dict(pool.args)
         if pool.kind == "sglang" and torch.cuda.is_available():
-            args["base_gpu_id"] = task.first_gpu_of_engines + number * tp
+            own = number // pool.advanced.engines_per_gpu * tp
+            args["base_gpu_id"] = task.first_gpu_of_engines + own
             args["enable_memory_saver"] = task.is_colocated
         return start_engine(
             replace(spec_of(task.config, EngineSlot("", number, 0)), args=args, seed=number),
@@ -564,7 +565,7 @@ def _parts(
     weights = task.config.weights
     publishing = Publishing(
         weights, world, scorer, device, folder=task.paths.weights,
-        source=task.config.model.path, shares_gpus=task.is_colocated,
+        source=task.config.model.path, lanes_per_rank=task.config.rollout_pool.lanes_per_rank,
     )  # fmt: skip
     if world.rank:
         return publishing.ranks, None, None

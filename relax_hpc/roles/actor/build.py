@@ -82,7 +82,7 @@ def main(rank: ModelRank[RunConfig]) -> None:
     shares_gpus = config.rollout_pool.placement == "actor"
     publishing = Publishing(
         config.weights, world, trainer, start.device, folder=paths.weights,
-        source=config.model.path, shares_gpus=shares_gpus,
+        source=config.model.path, lanes_per_rank=config.rollout_pool.lanes_per_rank,
     )  # fmt: skip
     rank0 = ending = last = None
     if world.rank == 0:
@@ -181,7 +181,7 @@ class Publishing:
 
     Args:
         source: Hugging Face folder with config.json and tokenizer for snapshots.
-        shares_gpus: whether engines are on the trainer's own GPUs.
+        lanes_per_rank: engine ranks on each of the trainer's own GPUs; 0 if they are elsewhere.
     """
 
     def __init__(
@@ -193,14 +193,16 @@ class Publishing:
         *,
         folder: Path,
         source: Path,
-        shares_gpus: bool,
+        lanes_per_rank: int,
     ) -> None:
         self._config, self._device = config, device
-        by_lanes = shares_gpus and config.transport == "collective"
+        by_lanes = lanes_per_rank > 0 and config.transport == "collective"
         specs = model.weight_specs()
         plain = model.gather(config.advanced.bucket_bytes, to_all=by_lanes)
         self._plan, self._gather = quantize.gather(config, specs, plain)
-        self._link = LaneLink(world, self._plan, device, config) if by_lanes else None
+        self._link = None
+        if by_lanes:
+            self._link = LaneLink(world, self._plan, device, config, lanes_per_rank)
         quantizer = Quantizer.of(config)
         snapshots = SnapshotWriter(folder, specs, world, source, quantizer=quantizer)
         self.ranks = TrainerRanks(world, snapshots, self._others())

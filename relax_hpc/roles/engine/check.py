@@ -81,7 +81,13 @@ def _check_size(key: str, pool: EnginePool, shape: Architecture) -> None:
             f"{key}.args.tp_size = {size.tensor}: does not divide over "
             f"{pool.nodes_per_engine} nodes ({key}.nodes_per_engine)"
         )
-    wanted = size.gpus * pool.count // resources.nodes
+    on_one = pool.advanced.engines_per_gpu
+    if on_one > 1 and size.gpus > 1:
+        raise ConfigError(
+            f"{key}.advanced.engines_per_gpu = {on_one}: an engine has {size.gpus} GPUs "
+            f"({key}.args.tp_size and others); engines share a GPU with one each, or use 1"
+        )
+    wanted = size.gpus * pool.count // on_one // resources.nodes
     if 0 < resources.gpus_per_node < wanted:
         raise ConfigError(
             f"{key}.resources.gpus_per_node = {resources.gpus_per_node}: the engines of a node "

@@ -170,12 +170,13 @@ def spec_of(config: RunConfig, slot: EngineSlot, name: str = ROLLOUT) -> EngineS
 def args_on_own_gpus(pool: EnginePool, slot: EngineSlot) -> PassThrough:
     """Returns the engine's arguments with its first GPU.
 
-    Engines of one node take consecutive GPUs; Slurm shows all GPUs to each of them.
+    Engines of one node take consecutive GPUs, or share them with their neighbours; Slurm shows all
+    GPUs to each of them.
     """
     if pool.kind != "sglang" or not pool.resources.gpus_per_node:
         return pool.args
     per_node = size_of(pool.args).gpus // pool.nodes_per_engine
-    own: PassThrough = {"base_gpu_id": slot.local_index * per_node}
+    own: PassThrough = {"base_gpu_id": slot.local_index // pool.advanced.engines_per_gpu * per_node}
     if pool.placement == "actor":
         own["enable_memory_saver"] = True
     return own | pool.args
@@ -592,7 +593,7 @@ class EngineHost:
 
     def _new_member(self, start: int) -> Member:
         hosting, context = self._hosting, self._context
-        # The trainer's ranks beside which the ranks of engines lie, in order.
+        # Those of the trainer's ranks, in order; see `weights.same_gpu`.
         lane = self._slot.number * hosting.num_ranks if hosting.shares_gpus else -1
         return Member(
             id=self._slot.id,

