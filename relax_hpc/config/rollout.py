@@ -68,7 +68,8 @@ class RolloutConfig(Section):
     samples_per_prompt: Positive = 8
     """G, the siblings of a prompt group."""
     temperature: Annotated[Number, Field(gt=0)] = 1.0
-    """Sampling temperature; the trainer's logprobs use the same. Held-out samples are greedy."""
+    """Sampling temperature; the trainer's logprobs use the same. Held-out samples are greedy. A
+    model's generation_config.json (top_p, penalties) touches neither."""
     max_new_tokens: Positive = 256
     """Most tokens of a response; one that reaches it ends there, with finish "length"."""
     stop: StopTexts = []

@@ -3,6 +3,7 @@
 import logging
 import os
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def run(run_dir: Path, context: TaskContext, bootstrap: str) -> None:
         try:
             address.settle(config.launch.advanced.network)
             role = table.role_of(config, name)
+            context = replace(context, cores=table.cores_of(config, name))
             kernel_cache.keep(os.environ, config.launch.advanced.kernel_cache)
             with watch(
                 paths.root, name, context.rank, context.start_id, context.node,

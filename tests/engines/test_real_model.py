@@ -62,7 +62,7 @@ def test_it_learns_sums_in_a_few_steps_and_engine_and_trainer_agree(folder, tmp_
         "model.path": folder / "model", "prompts.train": tmp_path / "train.jsonl",
         "eval.heldout.path": tmp_path / "heldout.jsonl", "eval.heldout.num_prompts": 64,
         "eval.heldout.every": STEPS, "schedule.num_steps": STEPS, "run_root": tmp_path / "runs",
-        "name": "sums", "actor.save_every": 99,
+        "name": "sums", "actor.save_every": 99, "schedule.prompts_per_step": 16,
     }  # fmt: skip
     relax("submit", JOB, "--local", "--follow", *(f"--set={k}={v}" for k, v in settings.items()))
     run = RunPaths(tmp_path / "runs" / "sums")
