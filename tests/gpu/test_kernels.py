@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 
 import torch.distributed as dist
 
+from relax_hpc.inference.sglang.sampler import draw
 from relax_hpc.trainer.megatron import adam
 from relax_hpc.trainer.megatron.adam import ParameterShard, ShardedAdamW
 from relax_hpc.trainer.megatron.layers import attention_kernels, dense, logprobs
@@ -345,3 +346,27 @@ def test_adam_through_host_memory_and_on_the_cpu_is_the_same(moments, monkeypatc
         assert torch.equal(near, far)
     for near, cpu in zip(results[0], results[2], strict=True):
         torch.testing.assert_close(near.float(), cpu.float(), rtol=1e-2, atol=1e-4)
+
+
+def test_tokens_are_drawn_as_often_as_the_softmax_says_and_with_its_logprobs():
+    torch.manual_seed(0)
+    rows, vocab = 64, 151936
+    of_one = torch.randn(vocab, device="cuda") * 3
+    of_one[[5, vocab - 1]] = of_one.max() + torch.tensor([1.0, 0.0], device="cuda")
+    logits = of_one.repeat(rows, 1)
+    temperatures = torch.full((rows, 1), 0.7, device="cuda")
+    expected = torch.log_softmax(of_one / 0.7, -1)
+    counts = torch.zeros(vocab, device="cuda")
+    for number in range(500):
+        seed = torch.tensor([number * 7919], device="cuda")
+        tokens, logprobs = draw(logits, temperatures, seed)
+        assert (logprobs - expected[tokens.long()]).abs().max() < 1e-5
+        counts += torch.bincount(tokens.long(), minlength=vocab)
+    total, often = rows * 500, expected.exp() > 1e-3
+    error = (counts / total - expected.exp())[often]
+    deviation = (expected.exp() * (1 - expected.exp()) / total).sqrt()[often]
+    assert often.sum() > 5 and (error.abs() / deviation).max() < 4.5
+    rest = 1 - expected.exp()[often].sum()  # what is seldom is drawn as often, taken together
+    assert (1 - counts[often].sum() / total - rest).abs() < 4.5 * (rest * (1 - rest) / total).sqrt()
+    again, _ = draw(logits, temperatures, seed)
+    assert torch.equal(tokens, again) and len(set(tokens.tolist())) > 3
