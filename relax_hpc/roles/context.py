@@ -43,8 +43,6 @@ class TaskContext:
     node: str
     gpus: int = 0
     """GPUs per node that its component requested."""
-    cores: int = 1
-    """Cores of each task that its component requested, for what it computes without a GPU."""
     step_from: int = 0
     """Rank of the first task of its step, if the component has several steps."""
     transport: TransportName | None = None

@@ -273,12 +273,6 @@ def role_of(config: JobConfig, component: str) -> Role[Any]:
     return known[component]
 
 
-def cores_of(config: JobConfig, component: str) -> int:
-    """Returns the cores that each task of a component requested; 1 if it did not say."""
-    found = {place.component: place.resources.cpus_per_task for _, place in places(config)}
-    return found.get(component) or 1
-
-
 def check_columns(config: JobConfig) -> None:
     """Raises:
     ConfigError: the algorithm needs a column that nobody in this job writes."""

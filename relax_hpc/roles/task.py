@@ -3,7 +3,6 @@
 import logging
 import os
 import resource
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,6 @@ def run(run_dir: Path, context: TaskContext, bootstrap: str) -> None:
         try:
             address.settle(config.launch.advanced.network)
             role = table.role_of(config, name)
-            context = replace(context, cores=table.cores_of(config, name))
             kernel_cache.keep(os.environ, config.launch.advanced.kernel_cache)
             with watch(
                 paths.root, name, context.rank, context.start_id, context.node,

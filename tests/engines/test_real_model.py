@@ -66,7 +66,7 @@ def test_it_learns_sums_in_a_few_steps_and_engine_and_trainer_agree(folder, tmp_
     }  # fmt: skip
     relax("submit", JOB, "--local", "--follow", *(f"--set={k}={v}" for k, v in settings.items()))
     run = RunPaths(tmp_path / "runs" / "sums")
-    events = list(read_events(run.events))
+    events = read_events(run.root / "events")
     steps = [each for each in events if each["event"] == "step"]
     rewards = [step["reward/mean"] for step in steps]
     assert len(steps) == STEPS and sum(rewards[:2]) / 2 + 0.2 < sum(rewards[-3:]) / 3, rewards

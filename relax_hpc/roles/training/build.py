@@ -36,8 +36,7 @@ class RankStart(Generic[C]):
 
     def __init__(self, rank: ModelRank[C]) -> None:
         self._rank = rank
-        context = rank.context
-        self.device = own_device(context.local_rank, asked=context.gpus, cores=context.cores)
+        self.device = own_device(rank.context.local_rank, asked=rank.context.gpus)
         self.timers = Timers()
 
     def build(self, make: Callable[[torch.device], M]) -> M:

@@ -137,20 +137,19 @@ def settle_nccl() -> None:
     os.environ["NCCL_NVLS_ENABLE"] = "0"
 
 
-def own_device(local_rank: int, *, asked: int, cores: int = 1) -> torch.device:
+def own_device(local_rank: int, *, asked: int) -> torch.device:
     """Selects this rank's GPU; Slurm shows every task all GPUs of the component on its node.
 
     Args:
         local_rank: among the ranks of the node.
         asked: GPUs per node that the component requested.
-        cores: threads of torch without a GPU.
 
     Raises:
         ConfigError: the component requested GPUs, and some are missing.
     """
     hardware.check_gpus(asked, torch.cuda.device_count(), f"torch {torch.__version__}")
     if not torch.cuda.is_available():
-        torch.set_num_threads(cores)
+        torch.set_num_threads(1)
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
