@@ -195,6 +195,7 @@ TWO_OF_TWO = {"kind": "sglang", "count": 2, "args": {"tp_size": 2}}
     [
         (TWO_OF_TWO | {"count": 4}, {}, "engines of tp_size 2 have 8 ranks, the actor has 4"),
         (TWO_OF_TWO, {"resources": {"gpus_per_node": 4}}, "fraction_static: is not set; .*g. 0.7"),
+        (PAIRS, {}, "engines of tp_size 1 have 4 ranks, the actor has 4; .* are 2 to a rank"),
     ],
 )
 def test_engines_that_do_not_cover_the_actors_ranks_are_refused(rollout, actor, message):
@@ -202,3 +203,4 @@ def test_engines_that_do_not_cover_the_actors_ranks_are_refused(rollout, actor, 
         rollout_check.check_lease(job(rollout=rollout, actor=actor))
     fits = TWO_OF_TWO | {"args": {"tp_size": 2, "mem_fraction_static": 0.7}}
     rollout_check.check_lease(job(rollout=fits, actor={"resources": {"gpus_per_node": 4}}))
+    rollout_check.check_lease(job(rollout=PAIRS, actor={"layout": {"data_parallel": 2}}))

@@ -55,18 +55,20 @@ def with_routed_experts(config: RunConfig, shape: Architecture) -> RunConfig:
 
 
 def check_lease(config: RunConfig) -> None:
-    """Checks that engines on the actor's GPUs cover them: each engine rank shares one GPU."""
+    """Checks that engines on the actor's GPUs cover them: each engine rank shares one GPU, and as
+    many as `engines_per_gpu` share the same."""
     pool, actor = config.rollout_pool, config.actor
     if pool.placement != "actor":
         return
-    on_gpus = pool.kind == "sglang"
+    on_gpus, of_rank = pool.kind == "sglang", pool.lanes_per_rank
     size = sglang.size_of(pool.args).gpus if on_gpus else 1
-    if size * pool.count != actor.layout.world_size:
+    if size * pool.count != actor.layout.world_size * of_rank:
         each = f" of tp_size {size}" if on_gpus else ""
+        wanted = "as many of both" if of_rank == 1 else f"{of_rank} to a rank (engines_per_gpu)"
         raise ConfigError(
             f"engines.rollout.count = {pool.count}: engines{each} have "
             f"{size * pool.count} ranks, the actor has {actor.layout.world_size}; with "
-            'engines.rollout.placement = "actor" there are as many of both'
+            f'engines.rollout.placement = "actor" there are {wanted}'
         )
     unsaid = "mem_fraction_static" not in pool.args
     if on_gpus and actor.resources.gpus_per_node and unsaid:
