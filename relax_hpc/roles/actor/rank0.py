@@ -220,10 +220,8 @@ class ActorRank0(Duties[Portion]):
         alone."""
         if not (dues := awaited_at(self._config, version)):
             return
-        owed, begun = (
-            OwedScores(self._config, RunPaths(self._config.run_dir), dues),
-            time.monotonic(),
-        )
+        owed = OwedScores(self._config, RunPaths(self._config.run_dir), dues)
+        begun = time.monotonic()
         while owed.look():
             took = time.monotonic() - begun
             self._look_around()
