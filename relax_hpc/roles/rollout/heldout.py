@@ -322,7 +322,7 @@ Also = Callable[[str, Prompt, Sequence[int], Sequence[Episode]], None]
 
 
 Records = Mapping[Any, Sequence[EpisodeRecord]]
-"""Of episodes under way, by prompt."""
+"""Records of episodes under way, by prompt."""
 
 
 class Room:

@@ -32,8 +32,8 @@ def tell(config: JobConfig, shape: Architecture, say: Say) -> None:
 
 
 _SAVED_SHARE = 0.8
-"""Of the inputs of a layer's operators, what its backward pass keeps: measured, 3.2 MB a token for
-Qwen3-4B's shape, 0.8 MB for Qwen2.5-0.5B's."""
+"""Share of the inputs of a layer's operators that its backward pass keeps: measured, 3.2 MB a token
+for Qwen3-4B's shape, 0.8 MB for Qwen2.5-0.5B's."""
 
 
 def _of_micro_batch(config: JobConfig, shape: Architecture) -> str:

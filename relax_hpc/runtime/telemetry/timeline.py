@@ -215,7 +215,7 @@ HELD_OUT = "held-out"
 
 
 class SetCost(NamedTuple):
-    """What the evaluations of a held-out set took; means."""
+    """The mean cost of an evaluation of a held-out set."""
 
     evaluations: int
     seconds: float
