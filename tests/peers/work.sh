@@ -11,6 +11,11 @@ out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 model=$folder/$shape data=$folder/$shape-$p99-$mean-$n
+if [ -n "${ROWS:-}" ]; then # made before, with real weights
+  data=$ROWS name=${NAME:-gsm8k}
+  mkdir -p "$folder"
+  return 0
+fi
 settings=(model.path="$model/model" prompts.train="$model/train.jsonl"
   eval.heldout.path="$model/heldout.jsonl" rollout.samples_per_prompt="$n"
   rollout.max_new_tokens="$p99" schedule.prompts_per_step="$prompts")
