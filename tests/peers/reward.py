@@ -9,6 +9,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_)
 
 
 def gsm8k(data_source, solution_str, ground_truth, extra_info=None, **_):
-    from relax_hpc.rewards.functions import gsm8k as ours
+    from relax_hpc.environments.rewards.functions import gsm8k as ours
 
     return ours.score(solution_str, ground_truth)
