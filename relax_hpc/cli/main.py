@@ -39,7 +39,7 @@ from relax_hpc.cli.completion import names_of_runs
 from relax_hpc.cli.data import data, decode_media, play_episode
 from relax_hpc.cli.evaluate import evaluation
 from relax_hpc.cli.init import beginning, models
-from relax_hpc.cli.keys import explain_job, explain_section, keys, names_of_keys
+from relax_hpc.cli.keys import explain_job, explain_section, keys, names_of_keys, settings
 from relax_hpc.cli.lines import PlainGroup, RowsShown, echo
 from relax_hpc.cli.runs import boards, runs, scale, viewer
 from relax_hpc.errors import ConfigError, RelaxError
@@ -165,14 +165,14 @@ def check(
     try:
         if decode:
             decode_media(config, remarks.append)
-        config, components = resolve(config)
+        config, components = resolve(preflight.with_free_name(config, remarks.append))
         use_slurm = mode_of(local=local) == "slurm"
         config = preflight.check(
             config, components, use_slurm=use_slurm, say=remarks.append, lacks=lacking.append
         )
         if use_slurm:
             remarks.append(estimate_start(config, components))
-        preflight.check_run_dir(config.run_dir, config.name, say=remarks.append)
+        preflight.check_run_dir(config.run_dir, say=remarks.append)
         if play:
             play_episode(config, replies, remarks.append)
         if everything or not sys.stdout.isatty():
@@ -225,6 +225,46 @@ def submit(
         echo(submission.script)
         return
     _announce(submission, local=local, follow=follow)
+
+
+@app.command(
+    epilog="Example:  relax-hpc sweep sort.toml --set actor.optimizer.lr=1e-6,3e-6 --seeds 3"
+)
+def sweep(
+    job: Job,
+    overrides: Annotated[
+        list[str],
+        typer.Option(
+            "--set",
+            help="section.key=value[,value...]; repeatable: a grid of them.",
+            show_default=False,
+            autocompletion=settings,
+        ),
+    ] = [],  # noqa: B006
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each, from the job's seed on.")] = 1,
+    at_once: Annotated[int, typer.Option(min=1, help="Most runs at once.")] = 4,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all, submit nothing.")] = False,
+    local: Local = False,
+    profile: Profile = None,
+) -> None:
+    """Submit a job with every combination of some settings, and several seeds.
+
+    All are checked before the first is submitted. `ls --tag` and `compare --tag` with the job's
+    name show them.
+    """
+    from relax_hpc.runs import sweep as sweeps
+
+    first = load_job(job, [each for each in overrides if "," not in each], profile)
+    points = sweeps.plan(first.name, first.seed, overrides, seeds)
+    jobs = [load_job(job, [*each.overrides, f"name={each.name}"], profile) for each in points]
+    if dry_run:
+        sweeps.check(jobs, local=local, say=_remark)
+        echo("\n".join(each.name for each in points))
+        return
+    started = sweeps.submit(jobs, at_once=at_once, tag=first.name, local=local, say=_remark)
+    for number, run_dir in enumerate(started, 1):
+        echo(f"{number}/{len(jobs)}: {run_dir}")
+    echo(f"look at them: relax-hpc ls --tag {text.argument(first.name)}; then compare --tag")
 
 
 @app.command(

@@ -32,12 +32,15 @@ if TYPE_CHECKING:
 
 runs = typer.Typer()
 
+Tag = Annotated[str | None, typer.Option(help="Only runs with this tag, such as a sweep's name.")]
+
 
 @runs.command("ls", epilog="Examples:  relax-hpc ls  |  relax-hpc ls --json | jq '.[].state'")
 def list_runs(
     last: Annotated[
         int, typer.Option("-n", "--last", min=1, help="Show only this many, the newest.")
     ] = 20,
+    tag: Tag = None,
     as_json: AsJson = False,
 ) -> None:
     """List my runs: state, step, reward, age."""
@@ -45,15 +48,53 @@ def list_runs(
     from relax_hpc.runs import overview
 
     found = known_runs.everywhere()
-    rows = overview.collect(found, last=last)
+    rows = overview.collect(found, last=last, tag=tag)
     if as_json:
         echo(overview.to_json(rows))
     elif rows:
         echo(overview.text(rows))
-    else:
+    elif tag is None:
         echo("no runs yet; start one: relax-hpc submit JOB")
-    if len(found) > last and not as_json:
+    else:
+        echo(f"no run has the tag {tag}; give it one: relax-hpc tag RUN {tag}")
+    if len(found) > last and tag is None and not as_json:
         echo(f"and up to {len(found) - last} older ones: relax-hpc ls -n {len(found)}")
+
+
+@runs.command(epilog="Examples:  relax-hpc tag sort paper  |  relax-hpc ls --tag paper")
+def tag(
+    run: Run,
+    tags: Annotated[list[str], typer.Argument(metavar="WORD...", help="Given to it.")],
+    remove: Annotated[bool, typer.Option("--remove", help="Take them away instead.")] = False,
+) -> None:
+    """Give a run words by which `ls --tag` and `compare --tag` find it."""
+    from relax_hpc.runs import overview
+
+    run_dir = own_run_dir_of(run)
+    had = {*overview.tags_of(run_dir)}
+    overview.set_tags(run_dir, sorted(had - {*tags} if remove else had | {*tags}))
+    echo(f"{run_dir.name}: {', '.join(overview.tags_of(run_dir)) or 'no tags'}")
+
+
+@runs.command("rm", epilog="Example:  relax-hpc rm sort sort-2")
+def remove_runs(
+    asked: Annotated[
+        list[str], typer.Argument(metavar="RUN...", autocompletion=completion.names_of_runs)
+    ],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete runs that are over: trajectories, checkpoints, logs, all of it; asks before."""
+    from relax_hpc.runs import overview
+    from relax_hpc.runtime.text import format_size
+
+    run_dirs = [own_run_dir_of(each) for each in asked]
+    sizes = [overview.size_of(each) for each in run_dirs]
+    for run_dir, size in zip(run_dirs, sizes, strict=True):
+        echo(f"{format_size(size):>10}  {run_dir}")
+    if not yes and not typer.confirm(f"Delete {format_size(sum(sizes))} for good?"):
+        raise typer.Exit(1)
+    for run_dir in run_dirs:
+        overview.remove(run_dir)
 
 
 @runs.command(epilog="Example:  relax-hpc status arithmetic --json | jq .progress.trajectories")
@@ -164,6 +205,57 @@ def timeline(
     echo(json.dumps(numbers.to_json(), allow_nan=False) if as_json else timelines.text(numbers))
     save = partial(pictures.save_as_named, in_run=out is None)
     picture = timelines.plot([found], out or RunPaths(run_dir).timeline, save)
+    echo(f"picture: {picture}", err=as_json)
+
+
+@runs.command(
+    epilog="Examples:  relax-hpc compare sort sort-2 --score 0.8  |  "
+    "relax-hpc compare runs/lr-* verl.csv --out curves.png --csv curves.csv"
+)
+def compare(
+    asked: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...",
+            help="Runs, by name or directory, and tables in CSV, such as --csv writes.",
+            autocompletion=completion.names_of_runs,
+        ),
+    ] = [],  # noqa: B006
+    tag: Tag = None,
+    heldout: Annotated[
+        str | None, typer.Option(help="The held-out set; the job's first by default.")
+    ] = None,
+    score: Annotated[
+        float | None, typer.Option(help="Also tell when each got there.", show_default=False)
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The picture.")] = Path("compare.png"),
+    table: Annotated[
+        Path | None, typer.Option("--csv", help="Write every held-out score there, too.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare runs: settings that differ, held-out curves with a band over seeds, what it cost.
+
+    Runs that differ in nothing but name and seed are one group.
+    """
+    from relax_hpc.launch import known_runs
+    from relax_hpc.runs import compare as comparison
+    from relax_hpc.runs import overview
+    from relax_hpc.runtime.files.user_files import write_named
+    from relax_hpc.runtime.telemetry import picture as pictures
+
+    pictures.check(out)
+    named = [Path(each) if each.endswith(".csv") else run_dir_of(each) for each in asked]
+    if tag is not None:
+        named += [run for run in known_runs.everywhere() if tag in overview.tags_of(run)]
+    if not named:
+        raise ConfigError("compare: lacks RUN; name runs, or --tag those that have one")
+    found = comparison.collect(named, heldout=heldout)
+    echo(comparison.to_json(found) if as_json else comparison.text(found, score=score))
+    if table is not None:
+        with write_named(table, "--csv", replace=True) as file:
+            file.write(comparison.to_csv(found).encode())
+    picture = pictures.save_as_named(comparison.plot(found), out, in_run=False)
     echo(f"picture: {picture}", err=as_json)
 
 
@@ -321,19 +413,21 @@ def peek(
         ),
     ] = False,
 ) -> None:
-    """Print the newest prompts and responses with their rewards, while the run goes on."""
+    """Print the newest prompts, answers and responses with rewards, while the run goes on."""
     from relax_hpc.runs.status import Watch
     from relax_hpc.runs.viewer import output
     from relax_hpc.runs.viewer.run import RunViewer
 
     run_dir = run_dir_of(run)
-    sight = RunViewer(run_dir)
+    sight, is_told = RunViewer(run_dir), False
     until = Watch(run_dir).is_over if follow else (lambda: True)
     with going_on(run):
         for number, found in enumerate(sight.follow(groups, tokens, until=until)):
             shown = list(found.groups)
             output.show(Console(), shown, by=None)
             remarks = [sight.describe_unmarked(shown), *found.remarks] if number == 0 else []
+            if shown and not is_told:
+                remarks, is_told = [sight.missing_answers, *remarks], True
             for remark in filter(None, remarks):
                 echo(remark, err=True)
 

@@ -233,7 +233,7 @@ class JobConfig(Section):
     """The common part of every job: a model, an actor that trains it, and a launcher."""
 
     name: Annotated[str, Field(pattern=NAME, max_length=200)]
-    """Name of the run and of its Slurm job; a run directory is used once."""
+    """Name of the run and of its Slurm job; if it is taken, `submit` adds a number: sort-2."""
     run_root: UserPath = Path("runs")
     """Parent of the run directory, on a file system that every node sees; unset is $RELAX_RUN_ROOT,
     then runs."""

@@ -348,7 +348,18 @@ def check_names(run_dir: Path) -> None:
             )
 
 
-def check_run_dir(run_dir: Path, name: str, *, say: Say = _silent) -> None:
+def with_free_name(config: JobConfig, say: Say = _silent) -> JobConfig:
+    """Numbers a run whose name is taken: sort, sort-2, sort-3."""
+    free, number = config, 1
+    while os.path.lexists(free.run_dir):
+        number += 1
+        free = config.model_copy(update={"name": f"{config.name}-{number}"})
+    if number > 1:
+        say(f"name = {config.name!r}: is taken; this run is {free.name}")
+    return free
+
+
+def check_run_dir(run_dir: Path, *, say: Say = _silent) -> None:
     """Refuses a run directory that cannot be made, and warns if others may replace it."""
     key = f"run_root = {str(run_dir.parent)!r}"
     if any(character in str(run_dir) for character in _REPLACED):
@@ -357,11 +368,6 @@ def check_run_dir(run_dir: Path, name: str, *, say: Say = _silent) -> None:
             "files; choose a folder without them"
         )
     try:
-        if os.path.lexists(run_dir):
-            raise ConfigError(
-                f"name = {name!r}: {run_dir} exists and a run directory is used once; "
-                f"choose another name, say --set name={name}-2"
-            )
         existing = next(parent for parent in run_dir.parents if parent.exists())
         dangling = next((p for p in run_dir.parents if p.is_symlink() and not p.exists()), None)
         target = dangling and dangling.readlink()

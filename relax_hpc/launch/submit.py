@@ -88,8 +88,8 @@ def submit(
         LaunchError: Slurm refused it; the run directory was removed again.
     """
     mode = mode_of(local=local)
-    config, components = resolve(config)
-    preflight.check_run_dir(config.run_dir, config.name, say=say)
+    config, components = resolve(preflight.with_free_name(config, say))
+    preflight.check_run_dir(config.run_dir, say=say)
     config = preflight.check(config, components, use_slurm=mode == "slurm", say=say)
     planned = plan(mode, config, components, 1)
     if dry_run:
@@ -221,8 +221,7 @@ def make_run_dir(config: JobConfig, paths: RunPaths) -> None:
         raise
     except FileExistsError:
         raise _NameInUseError(
-            f"name = {config.name!r}: {paths.root} exists and a run directory is used once; "
-            "choose another name"
+            f"name = {config.name!r}: {paths.root} was made in this moment; submit again"
         ) from None
     except OSError as error:
         raise ConfigError(

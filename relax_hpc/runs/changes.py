@@ -223,7 +223,7 @@ def _steps_saved(config: JobConfig) -> int:
 
 def _between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Returns the differing keys of two jobs with both values."""
-    one, other = dict(_flat(before)), dict(_flat(after))
+    one, other = dict(flat(before)), dict(flat(after))
     return {
         key: (one.get(key), other.get(key))
         for key in {**one, **other}
@@ -231,9 +231,9 @@ def _between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, t
     }
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

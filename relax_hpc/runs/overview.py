@@ -1,22 +1,27 @@
-"""Lists all runs of a user, for `relax-hpc ls`, and resolves `submit --depend`."""
+"""Lists all runs of a user, for `relax-hpc ls`, tags and deletes them, and resolves
+`submit --depend`."""
 
 import json
+import os
 import re
+import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.launch import record, states
 from relax_hpc.launch.record import LaunchRecord
 from relax_hpc.runs import status
-from relax_hpc.runtime.files.records import read_json
+from relax_hpc.runtime.files import permissions
+from relax_hpc.runtime.files.records import read_json, write_json
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry import events
 from relax_hpc.runtime.telemetry.events import Event
 from relax_hpc.runtime.telemetry.progress import duration
-from relax_hpc.runtime.text import align_lines
+from relax_hpc.runtime.text import align_lines, argument
 
 _TAIL_BYTES = 1 << 18
 """Bytes of events searched for the newest step: dozens of steps."""
@@ -39,16 +44,22 @@ class OverviewRow:
     loss: float | None
     time: float
     """When it was submitted, seconds since 1970."""
+    tags: list[str]
 
 
-def collect(run_dirs: Sequence[Path], *, last: int | None = None) -> list[OverviewRow]:
+def collect(
+    run_dirs: Sequence[Path], *, last: int | None = None, tag: str | None = None
+) -> list[OverviewRow]:
     """Returns runs, newest first, with a single request to Slurm.
 
     Skips unfinished submissions and damaged records.
 
     Args:
         last: at most this many.
+        tag: only those with it.
     """
+    if tag is not None:
+        run_dirs = [each for each in run_dirs if tag in tags_of(each)]
     found = list[tuple[Path, LaunchRecord]]()
     for run_dir in run_dirs:
         try:
@@ -77,7 +88,50 @@ def _row(run_dir: Path, newest: LaunchRecord, launch: status.Launch) -> Overview
         reward=step.get("reward/mean"),
         loss=step.get("loss"),
         time=newest.all[-1].time,
+        tags=tags_of(run_dir),
     )
+
+
+def tags_of(run_dir: Path) -> list[str]:
+    """Returns the words by which a user finds a run again."""
+    try:
+        return list((read_json(RunPaths(run_dir).tags) or {})["tags"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+
+
+def set_tags(run_dir: Path, tags: Sequence[str]) -> None:
+    with permissions.set_umask(permissions.umask_of(run_dir)):
+        write_json(RunPaths(run_dir).tags, {"tags": sorted(set(tags))})
+
+
+def size_of(run_dir: Path) -> int:
+    """Returns the bytes that a run takes on its file system."""
+    found = [run_dir.lstat().st_size]
+    for folder, _, files in os.walk(run_dir):
+        for name in files:
+            with suppress(OSError):  # a run may delete its shards meanwhile
+                found.append(Path(folder, name).lstat().st_blocks * 512)
+    return sum(found)
+
+
+def remove(run_dir: Path) -> None:
+    """Deletes a run's directory.
+
+    Raises:
+        ConfigError: it is not over.
+        LaunchError: a file cannot be deleted.
+    """
+    launch = status.decisive(status.of_run(run_dir))
+    if not states.is_over(launch.state):
+        raise ConfigError(
+            f"{run_dir.name}: is {launch.state}, and is not deleted; end it first: "
+            f"relax-hpc cancel {argument(run_dir.name)}"
+        )
+    try:
+        shutil.rmtree(run_dir.resolve())
+    except OSError as error:
+        raise LaunchError(f"{error.filename}: cannot be deleted: {error.strerror}") from error
 
 
 def text(rows: Sequence[OverviewRow]) -> str:

@@ -163,6 +163,8 @@ class RunPaths:
     """Unusable rows, as decided for good at the first start."""
     broken_media = _Below("control/prompts/broken-media.json")
     """Rows left out for their media, as `submit` decided."""
+    data_files = _Below("control/prompts/files.json")
+    """The data that the run began with: rows, and size and time of change of each file."""
     left_out = _Below("left_out.jsonl")
     """Rows that the run leaves out, with reasons."""
 
@@ -256,6 +258,8 @@ class RunPaths:
 
     replayed = _Below("control/replay.json")
     """Within `replay/`: the step, and its run."""
+    tags = _Below("control/tags.json")
+    """Words by which a user finds the run again."""
     summary = _Below("summary.json")
     """Figures of the run, at its end."""
     reward_curve = _Below("reward.png")

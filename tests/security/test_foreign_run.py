@@ -180,17 +180,17 @@ def test_who_submits_below_a_folder_of_others_is_told_how_to_keep_them_out(proje
     for folder in (project / "mine" / "run", project / "link" / "deep" / "run"):
         (project / "link").exists() or (project / "link").symlink_to(project / "mine")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        preflight.check_run_dir(folder, "run", say=said.append)
+        preflight.check_run_dir(folder, say=said.append)
         (line,) = said
         assert line.startswith(f"run_root = '{folder.parent}': {project} has mode 2770: others may")
         assert f"chmod +t {project}" in line
         said.clear()
     os.chown(project, -1, os.getgid())  # a group of one
-    preflight.check_run_dir(project / "mine" / "run", "run", say=said.append)
+    preflight.check_run_dir(project / "mine" / "run", say=said.append)
     os.chown(project, -1, NOBODY)
     project.chmod(0o3777)
-    preflight.check_run_dir(project / "mine" / "run", "run", say=said.append)
+    preflight.check_run_dir(project / "mine" / "run", say=said.append)
     assert said == []
     project.chmod(0o757)
-    preflight.check_run_dir(project / "mine" / "run", "run", say=said.append)
+    preflight.check_run_dir(project / "mine" / "run", say=said.append)
     assert len(said) == 1

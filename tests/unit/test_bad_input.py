@@ -80,11 +80,14 @@ def test_each_mistake_has_a_line_of_its_own(refused):
     ]
 
 
-def test_a_name_in_use_is_refused_and_its_run_left_alone(refused):
-    Path("runs/run").mkdir(parents=True)
-    said = refused("submit", "job.toml", "--local")
-    assert said.startswith("name = 'run': ") and "choose another name" in said
-    assert "--set name=run-2" in refused("check", "job.toml", "--local")
+def test_a_run_whose_name_is_taken_is_numbered(remarked, refused):
+    for name in ("run", "run-2"):
+        Path("runs", name).mkdir(parents=True)
+    for arguments in (
+        ["check", "job.toml", "--local"],
+        ["submit", "job.toml", "--local", "--dry-run"],
+    ):
+        assert "name = 'run': is taken; this run is run-3" in remarked(*arguments)
     wrong = refused("check", "job.toml", "--local", "--set", "model.path=nowhere")
     assert "no such folder" in wrong, "all else is looked at first"
 

@@ -60,11 +60,11 @@ def test_what_the_cluster_cannot_give_is_refused_with_what_it_has(rollout, messa
 
 def test_a_run_directory_is_below_folders_and_its_name_is_one_slurm_leaves_alone(tmp_path):
     with pytest.raises(ConfigError, match="Slurm replaces"):
-        preflight.check_run_dir(tmp_path / "100%j" / "run", "run")
+        preflight.check_run_dir(tmp_path / "100%j" / "run")
     with pytest.raises(ConfigError, match="is not a folder"):
         (tmp_path / "file").touch()
-        preflight.check_run_dir(tmp_path / "file" / "run", "run")
-    preflight.check_run_dir(tmp_path / "deep" / "er" / "run", "run")
+        preflight.check_run_dir(tmp_path / "file" / "run")
+    preflight.check_run_dir(tmp_path / "deep" / "er" / "run")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_routing_is_replayed_where_a_model_has_experts_and_nobody_says_no(
 
 def check_root(folder):
     said = []
-    preflight.check_run_dir(folder / "runs" / "run", "run", say=said.append)
+    preflight.check_run_dir(folder / "runs" / "run", say=said.append)
     assert list(folder.iterdir()) == [], "what was tried goes again"
     return said
 
