@@ -3,20 +3,21 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from relax_hpc.cli.completion import names_of_profiles, names_of_runs
-from relax_hpc.cli.keys import settings
+from relax_hpc.cli.completion import names_of_profiles, names_of_runs, settings
 from relax_hpc.cli.lines import echo
-from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import known_runs
 from relax_hpc.launch.known_runs import find_run as find_run
 from relax_hpc.launch.known_runs import own_run_dir_of as own_run_dir_of
 from relax_hpc.launch.known_runs import run_dir_of as run_dir_of
 from relax_hpc.runtime.text import argument
+
+if TYPE_CHECKING:
+    from relax_hpc.config.run import JobConfig
 
 Job = Annotated[Path, typer.Argument(help="A job file; init makes one.", show_default=False)]
 Run = Annotated[
@@ -59,7 +60,7 @@ Time = Annotated[
 ]  # fmt: skip
 
 
-def load_job(job: Path, overrides: Sequence[str], profile: str | None = None) -> JobConfig:
+def load_job(job: Path, overrides: Sequence[str], profile: str | None = None) -> "JobConfig":
     """Reads a job file; $RELAX_RUN_ROOT is the default `run_root`.
 
     Args:
@@ -108,7 +109,7 @@ class SlurmOptions(NamedTuple):
             if (key := f"resources.{name}") in set_too:
                 raise _clash(name, value, f"--set {set_too[key]} says so, too; leave one out")
 
-    def of(self, config: JobConfig) -> JobConfig:
+    def of(self, config: "JobConfig") -> "JobConfig":
         """Returns a job with these requests in place of its own, as with sbatch.
 
         Raises:

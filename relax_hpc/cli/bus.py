@@ -123,14 +123,16 @@ def bus_export(
     columns: Annotated[str | None, typer.Option(help="Names, separated by commas.")] = None,
     text: Text = False,
 ) -> None:
-    """Write trajectories as rows, sidecar columns included: all on disk, or those of some steps."""
+    """Write trajectories as rows with answers and sidecars: all on disk, or those of some steps."""
     from rich.progress import Progress
 
     from relax_hpc.bus.tools import export
+    from relax_hpc.runs.answers import Answers
 
     paths = RunPaths(run_dir_of(run))
     names = [name.strip() for name in columns.split(",")] if columns else []
-    chosen = export.columns_named(names, _decoder(paths) if text else None)
+    answers = Answers(paths)
+    chosen = export.columns_named(names, _decoder(paths) if text else None, answers.of)
     with Progress(
         "{task.completed} rows", console=Console(stderr=True), transient=True
     ) as progress:
@@ -143,6 +145,8 @@ def bus_export(
             lambda rows: progress.update(bar, completed=rows),
         )
     echo(f"{to}: {count} rows")
+    if count and answers.missing and not chosen.keys().isdisjoint(export.DATA):
+        echo(answers.missing, err=True)
 
 
 @bus.command("media", epilog="Example:  relax-hpc bus media colours --guid 70 --out seen")

@@ -1,5 +1,6 @@
 """Completes names in a shell: runs, jobs, profiles, presets, keys and their values."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,35 @@ def names_of_profiles(incomplete: str) -> list[str]:
     from relax_hpc.launch.profiles import PROFILES
 
     return complete((path.stem for path in PROFILES.glob("*.toml")), incomplete)
+
+
+def names_of_keys(incomplete: str) -> list[str]:
+    """Keys and tables of a job with this prefix."""
+    from relax_hpc.cli.keys import all_keys, prefixes
+
+    return complete((name for key in all_keys() for name in prefixes(key.name)), incomplete)
+
+
+def settings(incomplete: str) -> list[str]:
+    """Completes `--set`: "section.key=", and after the "=" the values, if they are few."""
+    from relax_hpc.cli.keys import all_keys
+
+    types = {_chosen(key.name): key.type for key in all_keys()}
+    name, is_set, _ = incomplete.partition("=")
+    if not is_set:
+        return complete((f"{key}=" for key in types if "<" not in key), incomplete)
+    if name == "algorithm.preset":
+        values = names_of_presets("")
+    elif types.get(name) == "boolean":
+        values = ["true", "false"]
+    else:
+        values = re.findall('"([^"]*)"', types.get(name, ""))
+    return complete((f"{name}={value}" for value in values), incomplete)
+
+
+def _chosen(key: str) -> str:
+    """Replaces user-defined names in a key by names that every job has."""
+    return key.replace("engines.<name>", "engines.rollout").replace("<component>", "actor")
 
 
 def names_of_presets(incomplete: str) -> list[str]:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from relax_hpc.cli.arguments import AsJson, Job, Overrides
 from relax_hpc.cli.lines import RowsShown, echo
-from relax_hpc.config import job_file
+from relax_hpc.config import job_file, programs
 from relax_hpc.errors import ConfigError
 from relax_hpc.runtime.text import printable
 
@@ -39,7 +39,7 @@ def overlap(
     from relax_hpc.data import overlap as overlaps
     from relax_hpc.roles.rollout import prompt_check
 
-    config = job_file.load(job, overrides)
+    config = programs.find_models(job_file.load(job, overrides))
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{job}: a job with [sft] has no prompts; name another")
     found = prompt_check.overlap_of(config, prompt_check.read(config))
@@ -74,6 +74,7 @@ def decode_media(config: "JobConfig", say: Callable[[str], None]) -> None:
 
     if not isinstance(config, RunConfig):
         raise ConfigError("--decode: a job with [sft] has no prompts with media; leave it out")
+    config = programs.find_models(config)
     ConfigJson(config.model.path)  # refused here if it is not there
     recipe = read_recipe(config.model.path, config.prompts.media)
     if recipe is None:

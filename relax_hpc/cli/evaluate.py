@@ -8,7 +8,6 @@ import typer
 
 from relax_hpc.cli import completion
 from relax_hpc.cli.arguments import AsJson, find_run
-from relax_hpc.cli.keys import settings as settings_of_jobs
 from relax_hpc.cli.lines import RowsShown, echo
 from relax_hpc.errors import ConfigError, nearest
 
@@ -70,7 +69,7 @@ def evaluate(
             "--key",
             help=f"{_OF_A_MODEL}section.key=value of a job; repeatable.",
             show_default=False,
-            autocompletion=settings_of_jobs,
+            autocompletion=completion.settings,
         ),
     ] = [],  # noqa: B006
     name: Annotated[

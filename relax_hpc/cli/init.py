@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 from pydantic.json_schema import models_json_schema
 
-from relax_hpc.cli.arguments import run_dir_of
+from relax_hpc.cli.arguments import Job, Overrides, run_dir_of
 from relax_hpc.cli.completion import names_of_jobs
 from relax_hpc.cli.lines import echo
 from relax_hpc.config import job_file
@@ -340,6 +340,17 @@ def convert(
     if not folder.exists():
         folder = run_dir_of(what)
     echo(conversion.convert(folder, to, out=out, step=step, model=model))
+
+
+@models.command(epilog="Example:  relax-hpc fetch first.toml --set model.path=Qwen/Qwen3-4B")
+def fetch(
+    job: Job,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Bring the models and data that a job names on the Hugging Face hub into its cache here."""
+    from relax_hpc.cli import fetch as fetching
+
+    fetching.fetch(job_file.load(job, overrides), echo)
 
 
 @models.command(epilog="Example:  relax-hpc prepare gsm8k --from downloads/gsm8k --out data/gsm8k")

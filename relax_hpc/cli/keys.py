@@ -4,17 +4,12 @@ Also `relax-hpc check JOB --explain`: a job's roles, columns and algorithm, each
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated
 
-import typer
 from pydantic import BaseModel
 
 from relax_hpc.algorithms.algorithm import Algorithm
 from relax_hpc.algorithms.part import AlgorithmPart, Needs
-from relax_hpc.cli.completion import complete, names_of_presets
-from relax_hpc.cli.lines import echo
 from relax_hpc.config.keys import TOLD_ONCE, Key, keys_of
 from relax_hpc.config.run import JobConfig, RunConfig, SftRunConfig
 from relax_hpc.errors import ConfigError, nearest
@@ -25,42 +20,6 @@ from relax_hpc.sections import SharedResources
 
 _FEW, _MANY = 3, 6
 """Most suggestions for a key's name alone, and for a part of it."""
-
-
-def names_of_keys(incomplete: str) -> list[str]:
-    """Keys and tables of a job with this prefix."""
-    return complete((name for key in all_keys() for name in _prefixes(key.name)), incomplete)
-
-
-def settings(incomplete: str) -> list[str]:
-    """Completes `--set`: "section.key=", and after the "=" the values, if they are few."""
-    types = {_chosen(key.name): key.type for key in all_keys()}
-    name, is_set, _ = incomplete.partition("=")
-    if not is_set:
-        return complete((f"{key}=" for key in types if "<" not in key), incomplete)
-    if name == "algorithm.preset":
-        values = names_of_presets("")
-    elif types.get(name) == "boolean":
-        values = ["true", "false"]
-    else:
-        values = re.findall('"([^"]*)"', types.get(name, ""))
-    return complete((f"{name}={value}" for value in values), incomplete)
-
-
-def _chosen(key: str) -> str:
-    """Replaces user-defined names in a key by names that every job has."""
-    return key.replace("engines.<name>", "engines.rollout").replace("<component>", "actor")
-
-
-def keys(
-    section: Annotated[
-        str,
-        typer.Argument(help="Only keys that begin so.", autocompletion=names_of_keys),
-    ] = "",
-) -> None:
-    """Every setting of a job with its type, its default, and what it does."""
-    for key in matching(section):
-        echo("\n".join(lines_of(key)))
 
 
 def matching(section: str) -> list[Key]:
@@ -75,7 +34,7 @@ def matching(section: str) -> list[Key]:
     found = [key for key in known if f"{key.name}.".startswith(f"{section}." if section else "")]
     if found:
         return found
-    names = {name for key in known for name in _prefixes(key.name)}
+    names = {name for key in known for name in prefixes(key.name)}
     plain = {key.name: key.name.replace(".advanced.", ".") for key in known}
     same = [key for key, said in plain.items() if f".{said}".endswith(f".{section}")]
     if not 1 <= len(same) <= _FEW:
@@ -146,7 +105,7 @@ def lines_of(key: Key) -> list[str]:
     return [f"{key.name}{default}{required}   [{key.type}]", f"    {key.text}"]
 
 
-def _prefixes(name: str) -> list[str]:
+def prefixes(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[: end + 1]) for end in range(len(parts))]
 

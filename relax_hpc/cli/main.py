@@ -35,11 +35,10 @@ from relax_hpc.cli.arguments import (
 )
 from relax_hpc.cli.bench.commands import bench
 from relax_hpc.cli.bus import bus
-from relax_hpc.cli.completion import names_of_runs
+from relax_hpc.cli.completion import names_of_keys, names_of_runs, settings
 from relax_hpc.cli.data import data, decode_media, play_episode
 from relax_hpc.cli.evaluate import evaluation
 from relax_hpc.cli.init import beginning, models
-from relax_hpc.cli.keys import explain_job, explain_section, keys, names_of_keys, settings
 from relax_hpc.cli.lines import PlainGroup, RowsShown, echo
 from relax_hpc.cli.runs import boards, runs, scale, viewer
 from relax_hpc.errors import ConfigError, RelaxError
@@ -156,6 +155,8 @@ def check(
     asked.check(overrides)
     config = asked.of(load_job(job, overrides, profile))
     if explain is not None:
+        from relax_hpc.cli.keys import explain_job, explain_section
+
         said = explain_section(config, explain) if explain else explain_job(config)
         echo("\n".join(said))
         return
@@ -301,7 +302,21 @@ def resume(
 
 for commands in (beginning, data, runs, boards, evaluation, viewer, models):
     app.add_typer(commands)
-app.command(epilog="Example:  relax-hpc keys actor.optimizer")(keys)
+
+
+@app.command(epilog="Example:  relax-hpc keys actor.optimizer")
+def keys(
+    section: Annotated[
+        str, typer.Argument(help="Only keys that begin so.", autocompletion=names_of_keys)
+    ] = "",
+) -> None:
+    """Every setting of a job with its type, its default, and what it does."""
+    from relax_hpc.cli.keys import lines_of, matching
+
+    for key in matching(section):
+        echo("\n".join(lines_of(key)))
+
+
 for name, group in {"bus": bus, "scale": scale, "bench": bench}.items():
     app.add_typer(group, name=name)
 

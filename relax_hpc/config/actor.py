@@ -50,8 +50,8 @@ class ReferenceConfig(Section):
     in host memory. own: a separate component on its own `resources`. none: there is no
     reference."""
     path: UserPath | None = None
-    """Hugging Face folder of the reference; unset is model.path, the policy before the first step.
-    It needs the same tokenizer, and with placement "actor" the same shape."""
+    """Model of the reference, named as in `model.path`; unset is that one, the policy before the
+    first step. It needs the same tokenizer, and with placement "actor" the same shape."""
     refresh_every: NonNegative = 0
     """Steps between replacing the reference by the current policy; 0 is never. Needs placement
     "actor"."""
@@ -110,8 +110,8 @@ class TeacherConfig(Section):
     """A teacher, as a separate component."""
 
     path: UserPath | None = None
-    """Hugging Face folder of the teacher, with the same tokenizer; unset is the initial policy,
-    which needs `prompt`."""
+    """Model of the teacher, named as in `model.path`, with the same tokenizer; unset is the initial
+    policy, which needs `prompt`."""
     sources: list[Annotated[str, Field(min_length=1)]] = []
     """Names of `prompts.sources` whose prompts it teaches; a single teacher has all of them."""
     prompt: Annotated[str, AfterValidator(_with_fields)] = ""
@@ -157,8 +157,8 @@ class CriticConfig(Section):
     """The critic, as a separate component; without this table there is none."""
 
     path: UserPath | None = None
-    """Hugging Face folder of the model under the value head, with the same tokenizer; unset is
-    model.path."""
+    """Model under the value head, named as in `model.path`, with the same tokenizer; unset is that
+    one."""
     lr: Annotated[Number, Field(gt=0)] = 1e-5
     """Adam's learning rate after the warm-up; the rest of its optimizer is set by
     `actor.optimizer`."""

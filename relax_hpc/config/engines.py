@@ -41,7 +41,7 @@ class EnginePool(Section):
     kind: Literal["embedded", "sglang"] = "embedded"
     """`sglang` is the production engine; `embedded` runs anywhere torch does."""
     model: UserPath | None = None
-    """Hugging Face folder of a pool other than `rollout`; unset is `model.path`."""
+    """Model of a pool other than `rollout`, named as in `model.path`; unset is that one."""
     placement: Literal["own", "actor"] = "own"
     """own: a component with nodes of its own. actor: on the actor's GPUs, which the two use in
     turn; `schedule.max_staleness` is 0 then, and `resources` are the actor's."""

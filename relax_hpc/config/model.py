@@ -25,7 +25,8 @@ LoraTarget = Literal[
 class ModelConfig(Section):
     path: UserPath
     """Hugging Face folder of a model in docs/reference/models.md: config.json, safetensors,
-    tokenizer."""
+    tokenizer. Or its name on the hub, "Qwen/Qwen3-4B" or "Qwen/Qwen3-4B@revision":
+    `relax-hpc fetch` brings it into the hub's cache, and the run keeps the commit found there."""
     weights: UserPath | None = None
     """A checkpoint, of a run or from `relax-hpc convert`, with initial weights that replace those
     in `path`."""

@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from itertools import accumulate, chain
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 from relax_hpc.data.order import Blocks
 from relax_hpc.errors import ConfigError, first_line, show
 from relax_hpc.runtime.files import user_files, user_programs
+from relax_hpc.runtime.files.storage import patiently
 from relax_hpc.runtime.files.user_files import HUB
 
 if TYPE_CHECKING:
@@ -463,6 +464,16 @@ def paths_of(*named: Path) -> list[Path]:
     """
     names = [_divide(str(name))[0] for name in named]
     return [path for name in names if not name.startswith(HUB) for path in _paths(name)]
+
+
+def facts_of(files: Sequence[Path]) -> dict[str, list[int]]:
+    """Returns size and time of change, in ns, of each file that is there, by path."""
+    found = {}
+    for file in files:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            facts = patiently(file, file.stat)
+            found[str(file)] = [facts.st_size, facts.st_mtime_ns]
+    return found
 
 
 class _PartedRows(DataRows):

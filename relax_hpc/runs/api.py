@@ -81,7 +81,7 @@ class Run:
         return pandas.DataFrame.from_records(self.history(), index="step")
 
     def samples(self, step: int | None = None, *, n: int = 16) -> list[dict[str, Any]]:
-        """Returns responses with their prompts and rewards, siblings one after the other.
+        """Returns responses with prompts, answers and rewards, siblings one after the other.
 
         Empty if none are on disk: shards are deleted, see `bus.keep_steps`.
 
@@ -100,12 +100,14 @@ class Run:
 
         view = RunViewer(self.run_dir).view(GroupQuery(groups=n, step=step), _ALL_TOKENS)
         for group in view.groups:
-            prompt = ""
+            prompt, data = "", group.data_row
+            names = ("answer", "source", "metadata") if data else ()
+            told = {name: getattr(data, name) for name in names}
             for row in group.rows:
                 prompt = row.prompt or prompt
                 known = row._asdict() | {"prompt": prompt, "response": row.response}
                 facts = {name: said for name, said in known.items() if name not in _TOKENS}
-                yield {"guid": group.guid, "step": group.step, **facts}
+                yield {"guid": group.guid, "step": group.step, **told, **facts}
 
     def wait(self, timeout: float | None = None) -> RunStatus:
         """Waits until the run is over, in whichever way, and returns its status.

@@ -35,7 +35,7 @@ _NEEDED = ("run", "step", "minutes", "score")
 _VALUE_CHARACTERS = 24
 
 
-class Point(NamedTuple):
+class ScoredStep(NamedTuple):
     """A held-out score, and what it had cost by then; None is unknown."""
 
     step: int
@@ -51,11 +51,11 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ComparedRun:
     """One run."""
 
     name: str
-    points: Sequence[Point]
+    points: Sequence[ScoredStep]
     rewards: Sequence[tuple[int, float]] = ()
     """(step, mean reward of its batch)."""
     settings: Mapping[str, Any] | None = None
@@ -68,7 +68,7 @@ class Member:
 class Group:
     """Runs that differ in nothing but name and seed."""
 
-    members: Sequence[Member]
+    members: Sequence[ComparedRun]
 
     @property
     def label(self) -> str:
@@ -76,7 +76,7 @@ class Group:
         more = len(self.members) - 1
         return f"{self.members[0].name}" + (f" and {more} more" if more else "")
 
-    def curve(self, x: Callable[[Point], float]) -> list[tuple[float, float, float, float]]:
+    def curve(self, x: Callable[[ScoredStep], float]) -> list[tuple[float, float, float, float]]:
         """Returns (mean x, mean, lowest, highest score) of each step that all members evaluated."""
         by_step = [{point.step: point for point in each.points} for each in self.members]
         common = [step for step in by_step[0] if all(step in each for each in by_step)]
@@ -97,7 +97,7 @@ class Group:
         count, [score] = self.members[0].num_samples, scores or [-1.0]
         return math.sqrt(score * (1 - score) / count) if count and 0 <= score <= 1 else None
 
-    def reached(self, score: float) -> list[Point | None]:
+    def reached(self, score: float) -> list[ScoredStep | None]:
         """Returns each member's first point with that score; None if it did not get there."""
         return [next((p for p in m.points if p.score >= score), None) for m in self.members]
 
@@ -112,14 +112,14 @@ def collect(asked: Sequence[Path], *, heldout: str | None = None) -> list[Group]
         ConfigError: one cannot be read, or has no such set.
     """
     members = [member for path in asked for member in _read(path, heldout)]
-    alike = dict[str, list[Member]]()
+    alike = dict[str, list[ComparedRun]]()
     for each in members:
         key = each.name if each.settings is None else json.dumps(each.settings, default=str)
         alike.setdefault(key, []).append(each)
     return [Group(each) for each in alike.values()]
 
 
-def differences(members: Sequence[Member]) -> dict[str, list[Any]]:
+def differences(members: Sequence[ComparedRun]) -> dict[str, list[Any]]:
     """Returns the keys in which runs differ, with each run's value; None for a table."""
     known = [each.settings for each in members if each.settings is not None]
     keys = dict.fromkeys(key for each in known for key in each)
@@ -130,11 +130,11 @@ def differences(members: Sequence[Member]) -> dict[str, list[Any]]:
     }
 
 
-def _read(path: Path, heldout: str | None) -> list[Member]:
+def _read(path: Path, heldout: str | None) -> list[ComparedRun]:
     return _read_table(path) if path.suffix == ".csv" else [_read_run(path, heldout)]
 
 
-def _read_run(run_dir: Path, heldout: str | None) -> Member:
+def _read_run(run_dir: Path, heldout: str | None) -> ComparedRun:
     paths = RunPaths(run_dir)
     config = read_resolved(paths.config)
     gpus = sum(
@@ -148,15 +148,15 @@ def _read_run(run_dir: Path, heldout: str | None) -> Member:
         if not scores:
             raise ConfigError(f"--heldout {none_of(heldout, sets)}, in {run_dir.name}")
     done, spans = history.steps(events), _attempts(events)
-    points = dict[int, Point]()
+    points = dict[int, ScoredStep]()
     for each in scores:
         tokens = sum(step.get("num_tokens", 0) for step in done if step["step"] <= each.version)
         minutes = _elapsed(spans, each.time) / 60
-        points[each.version] = Point(
+        points[each.version] = ScoredStep(
             each.version, minutes, each.reward, each.truncated, tokens, minutes * gpus / 60
         )
     flat = dict(changes.flat(read_json(paths.config) or {}))
-    return Member(
+    return ComparedRun(
         run_dir.name,
         [points[step] for step in sorted(points)],
         [(e["step"], e["reward/mean"]) for e in done if e.get("reward/mean") is not None],
@@ -182,7 +182,7 @@ def _elapsed(spans: Sequence[tuple[float, float]], time: float) -> float:
     return sum(max(0.0, min(time, end) - begun) for begun, end in spans)
 
 
-def _read_table(path: Path) -> list[Member]:
+def _read_table(path: Path) -> list[ComparedRun]:
     """Reads a CSV with the columns of `to_csv`, of which `run`, `step`, `minutes` and `score` are
     needed."""
     try:
@@ -192,17 +192,17 @@ def _read_table(path: Path) -> list[Member]:
             raise ConfigError(
                 f"{path}: lacks {', '.join(lacking)}; a table has {', '.join(_COLUMNS)}"
             )
-        found = dict[str, list[Point]]()
+        found = dict[str, list[ScoredStep]]()
         for row in rows:
             found.setdefault(row["run"], []).append(_point(row))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
-    return [Member(name, sorted(points)) for name, points in found.items()]
+    return [ComparedRun(name, sorted(points)) for name, points in found.items()]
 
 
-def _point(row: Mapping[str, str]) -> Point:
+def _point(row: Mapping[str, str]) -> ScoredStep:
     truncated, tokens, hours = (row.get(name) or None for name in _COLUMNS[5:])
-    return Point(
+    return ScoredStep(
         int(row["step"]),
         float(row["minutes"]),
         float(row["score"]),
@@ -255,7 +255,7 @@ def _cells(group: Group) -> Iterator[str]:
         yield form.format(statistics.fmean(known)) if known else "-"
 
 
-def _cost(points: Sequence[Point | None]) -> str:
+def _cost(points: Sequence[ScoredStep | None]) -> str:
     there = [each for each in points if each is not None]
     if not there:
         return "not reached"
@@ -315,7 +315,7 @@ def plot(groups: Sequence[Group]) -> "Figure":
     return figure
 
 
-def _draw(axes: "Axes", groups: Sequence[Group], x: Callable[[Point], float]) -> None:
+def _draw(axes: "Axes", groups: Sequence[Group], x: Callable[[ScoredStep], float]) -> None:
     for number, group in enumerate(groups):
         if drawn := group.curve(x):
             colour = curve.HELDOUT[number % len(curve.HELDOUT)]

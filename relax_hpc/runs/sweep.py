@@ -20,14 +20,14 @@ _POLL_S = 1.0
 _OPEN, _CLOSE = "[{(", "]})"
 
 
-class Point(NamedTuple):
+class SweptRun(NamedTuple):
     """One run of a sweep."""
 
     name: str
     overrides: tuple[str, ...]
 
 
-def plan(name: str, first_seed: int, overrides: Sequence[str], seeds: int) -> list[Point]:
+def plan(name: str, first_seed: int, overrides: Sequence[str], seeds: int) -> list[SweptRun]:
     """Returns the runs of every combination of values, and so many seeds of each.
 
     Args:
@@ -42,7 +42,7 @@ def plan(name: str, first_seed: int, overrides: Sequence[str], seeds: int) -> li
         varied = [each for each, axis in zip(chosen, axes, strict=True) if len(axis) > 1]
         for seed in range(first_seed, first_seed + seeds):
             words = [name, *map(_word, varied), *([f"s{seed}"] if seeds > 1 else [])]
-            points.append(Point("-".join(words), (*chosen, f"seed={seed}")))
+            points.append(SweptRun("-".join(words), (*chosen, f"seed={seed}")))
     names = [point.name for point in points]
     if twice := next((each for each in names if names.count(each) > 1), None):
         raise ConfigError(f"sweep: two runs would be called {twice}; give each value once")

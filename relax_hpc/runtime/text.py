@@ -28,6 +28,14 @@ def _picture(found: re.Match[str]) -> str:
     return chr(0x2400 + code) if code < 0x20 else "\ufffd"
 
 
+def shorten(text: str, most: int) -> str:
+    """Leaves out the middle of a text that has more than `most` letters."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]} [... {len(text) - 2 * half} letters ...] {text[-half:]}"
+
+
 def argument(path: object) -> str:
     """Quotes a path for the shell if needed."""
     return shlex.quote(str(path))

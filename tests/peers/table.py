@@ -1,8 +1,9 @@
 """`table.py OUT`: of all runs in OUT seconds a step, tokens/s and what the steps are made of.
 
 Ours leave OUT/NAME.relax.jsonl (the trainer's events), verl's OUT/NAME.verl.jsonl (its own log
-of metrics). Steps are from the end of one to the end of the next, without the save that ours has
-at its end, since verl is told to save nothing; the first two do not count.
+of metrics), run_trl.py OUT/NAME.trl.jsonl. Steps are from the end of one to the end of the next,
+without the save that ours has at its end, since verl is told to save nothing, and without TRL's
+evaluations; the first two do not count.
 """
 
 import json
@@ -14,18 +15,23 @@ WARM_UP = 2
 PARTS = {
     "relax": ("wait", "read", "forward_backward", "update", "publish", "lease", "save"),
     "verl": ("gen", "old_log_prob", "adv", "update_actor", "update_weights", "switch_wait"),
+    "trl": ("generate",),
 }
 
 
 def steps(path, kind):
     """(time, tokens, seconds of parts) of each step."""
-    found = []
+    found, clock = [], 0.0
     for line in path.read_text().splitlines():
         row = json.loads(line)
         if kind == "relax":
             if row["event"] == "step":
                 parts = {part: row.get(f"time/{part}") for part in PARTS[kind]}
                 found.append((row["time"], row["num_tokens"], parts))
+        elif kind == "trl":
+            if "seconds" in row:
+                clock += row["seconds"]
+                found.append((clock, row["tokens"], {"generate": row["generate"]}))
         elif "timing_s/step" in (data := row["data"]):
             parts = {part: data.get(f"timing_s/{part}") for part in PARTS[kind]}
             found.append((row["time"], data["perf/total_num_tokens"], parts))

@@ -16,7 +16,7 @@ from relax_hpc.errors import ConfigError
 NINES = "9" * 20
 SETTINGS = {
     "schedule.max_stalenes=1": "s = 1: unknown key; did you mean schedule.max_staleness?",
-    "model.path=Qwen/Qwen3-0.6B": "a downloaded Hugging Face model",
+    "model.path=no/such/model": "a downloaded Hugging Face model",
     "algorithm=3": "algorithm = 3: is a table of settings; it takes preset, aggregation,",
     "rollout.advanced.routed_experts=true": "= true: the embedded engine has no experts; use",
     "rollout.max_new_tokens=5000": "prompt has 10 tokens and the model 4096 positions; use 4086 or",

@@ -43,7 +43,7 @@ def test_a_job_is_that_of_which_it_is_begun_with_its_keys_explained(like, tmp_pa
     assert job_file.load(tmp_path / "mine.toml").name == "mine"
     assert text.startswith(f"#:schema file://{tmp_path}/schema.json\n")
     path = text.index('\npath = "')
-    assert "Hugging Face folder of a model" in text[:path].splitlines()[-1]
+    assert "Hugging Face folder of a model" in "".join(text[:path].splitlines()[-3:])
 
 
 def test_init_writes_a_job_and_what_slurm_tells_of_the_cluster_once(home):

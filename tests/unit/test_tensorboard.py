@@ -192,6 +192,7 @@ def test_responses_of_an_evaluation_can_be_read_even_those_that_are_markup(run):
     rows = [
         {"prompt": line, "sample": 0, "score": 0.5, "finish": "stop", "num_tokens": 2,
          "texts": [f"<script>{line}</script>", "x" * 5000 * line]}
+        | ({"answer": "<7>", "metadata": {"level": 1}} if line == 1 else {})
         for line in range(6)
     ]  # fmt: skip
     path = paths.eval_rows("heldout", 3, "during", 1, 0)
@@ -201,6 +202,8 @@ def test_responses_of_an_evaluation_can_be_read_even_those_that_are_markup(run):
     [(at, said)] = texts(paths.tensorboard, "eval/heldout/responses")
     assert at == 3 and said.startswith("<pre>prompt 0, sample 0: score 0.5, stop, 2 tokens\n")
     assert "&lt;script&gt;3&lt;/script&gt;" in said and "<script" not in said
+    assert '2 tokens\nanswer: &lt;7&gt;\nmetadata: {"level":1}\n&lt;script&gt;1' in said
+    assert said.count("answer") == 1
     assert "prompt 4" not in said and "letters ...]" in said and len(said) < 10_000
     write(paths, step(1, 6.0, 0.5), step(2, 7.0, 0.5), event("resume", 8.0, step=1))
     write(paths, evaluation(3, 1.0, 9.0, number=1))  # a task that was started again repeats it

@@ -1,5 +1,7 @@
 """Trajectories to look at: what is shown of them, of which, and how large a page gets."""
 
+import html
+import json
 import re
 from html.parser import HTMLParser
 
@@ -14,7 +16,12 @@ from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.tools import inventory
 from relax_hpc.cli.main import app
 from relax_hpc.config.run import RunConfig
+from relax_hpc.data.rows import TaskShare, facts_of
 from relax_hpc.errors import BusError, DamagedError
+from relax_hpc.roles.rollout.prompt_check import open_sources
+from relax_hpc.roles.rollout.row_gate import RowGate
+from relax_hpc.runs.answers import Answers
+from relax_hpc.runs.api import Run
 from relax_hpc.runs.viewer import GroupQuery, output
 from relax_hpc.runs.viewer.run import RunViewer, choose
 from relax_hpc.runs.viewer.words import COLOURS, Token, colour
@@ -31,13 +38,14 @@ class Page(HTMLParser):
 
     def __init__(self, path):
         super().__init__()
-        self.elements, self.articles, self.attributes = [], [], []
+        self.elements, self.articles, self.attributes, self.values = [], [], [], []
         self.source = path.read_text()
         self.feed(self.source)
 
     def handle_starttag(self, tag, attrs):
         self.elements.append(tag)
         self.attributes += [name for name, _ in attrs]
+        self.values += attrs
         if tag == "article":
             self.articles.append({"text": "", "classes": []})
         if tag == "b":
@@ -72,7 +80,8 @@ def test_a_script_in_a_response_is_text_and_nothing_is_loaded(run):
     assert found.elements.count("script") == 1, "ours"
     assert SCRIPT in found.texts[0] and f"{SCRIPT}'\"&amp;" in found.texts[1]
     assert "<script>alert" not in found.source and "&lt;script&gt;alert" in found.source
-    assert not {"src", "href", "onload", "style"} & set(found.attributes)
+    assert not {"src", "onload", "style"} & set(found.attributes)
+    assert {said for name, said in found.values if name == "href"} == {"#group-0"}
     assert "default-src 'none'" in found.source and "://" not in found.source
     assert "unsafe-inline" not in found.source
 
@@ -91,6 +100,135 @@ def test_the_terminal_prints_the_same_and_no_text_of_the_model_acts_on_it(run):
         assert re.search(r"1\+1=\n.*sibling 0: reward 0, advantage -0.5, stop, versions 3,", out)
         assert "sibling 1: reward 1, advantage +0.5, stop, versions 3, 4 + 1 tokens" in out
     assert not run.view.exists()
+
+
+def write_rows(path, numbers):
+    rows = [
+        {"prompt": f"{n}+{n}=", "answer": 2 * n, "source": f"sums-{n % 2}", "level": [n, None]}
+        for n in numbers
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def start(run):
+    """Does what the first task of a start does with the data, and returns them."""
+    config = RunConfig.model_validate_json(run.config.read_text())
+    sources = open_sources(config)
+    RowGate(config, run, sources, TaskShare(0, 1)).settle()
+    return sources
+
+
+@pytest.fixture
+def answered(tmp_path, tiny_model):
+    """A run of 700 rows, whose number n asks for n + n, in the order of its own seed."""
+    data = tmp_path / "sums.jsonl"
+    write_rows(data, range(700))
+    run = empty_run(
+        tmp_path / "run", tiny_model, prompts={"train": [str(data)], "chat_template": False}
+    )
+    sources = start(run)
+    for guid in range(4):
+        index = sources.train[guid].index
+        about = {"prompt": f"{index}+{index}=", "prompt_index": index}
+        turns = np.array([[0, 0], [len(about["prompt"]), 1], [9, 2], [10, 1]], np.int32)
+        parts = {"sum": float(guid), "form": 0.0}
+        put(run, [said("<b>x", guid, s, parts=parts, turns=turns, **about) for s in range(2)])
+    assert [sources.train[guid].index for guid in range(4)] != [0, 1, 2, 3]
+    return run, data
+
+
+def check_answers(text):
+    """The right row of each group stands beside what was asked, whatever its place in the file."""
+    asked = [int(number) for number in re.findall(r"(\d+)\+\1=", text)]
+    assert len(set(asked)) == 4
+    for n in asked:
+        known = f'answer: {2 * n}\nsource: sums-{n % 2}\nmetadata: {{"level":[{n},null]}}\n'
+        assert f"{known}{n}+{n}=" in text
+
+
+def test_the_answer_of_its_row_stands_beside_each_response_after_a_shuffle(answered):
+    run, _ = answered
+    for command in (("peek", "--groups", "4"), ("view", "--text")):
+        out = printed(run, *command)
+        check_answers(out)
+        assert "reward 1 (form 0, sum 3), adv" in out and "tokens, 2 turns and 1 of a tool" in out
+    found = page_of(run)
+    shown = re.sub(r"\n+", "\n", html.unescape(re.sub(r"</?\w[^>]*>", "", found.source)))
+    check_answers(re.sub(r"\n(answer|source|metadata)\n", r"\n\1: ", shown))
+
+
+def test_a_page_links_to_each_group_and_has_a_search_and_the_parts_to_sort_by(answered):
+    values = page_of(answered[0]).values
+    links = [said.removeprefix("#") for name, said in values if name == "href"]
+    assert links == [f"group-{guid}" for guid in (3, 2, 1, 0)]
+    assert set(links) <= {said for name, said in values if name == "id"}
+    assert ("type", "search") in values
+    parts = [json.loads(said) for name, said in values if name == "data-parts"]
+    assert parts == [{"sum": guid, "form": 0} for guid in (3, 2, 1, 0)]
+
+
+def test_rows_that_are_exported_have_their_answers(answered):
+    run, data = answered
+    printed(run, "bus", "export", "--to", str(data.with_name("o.jsonl")), "--text")
+    rows = [json.loads(line) for line in data.with_name("o.jsonl").read_text().splitlines()]
+    for row in rows:
+        n = row["prompt_index"]
+        assert (row["prompt"], row["answer"], row["source"]) == (
+            f"{n}+{n}=", str(2 * n), f"sums-{n % 2}",
+        )  # fmt: skip
+        assert json.loads(row["metadata"]) == {"level": [n, None]}
+    assert len(rows) == 8
+    for sample in Run(run.root).samples(n=3):
+        n = int(sample["prompt"].partition("+")[0])
+        assert (sample["answer"], sample["metadata"]) == (str(2 * n), {"level": [n, None]})
+
+
+@pytest.mark.parametrize("what", ["has changed", "is gone"])
+def test_data_that_are_not_what_the_run_began_with_are_said_once_and_give_no_answer(answered, what):
+    run, data = answered
+    write_rows(data, range(1, 701))
+    start(run)  # it goes on with them, and knows no better what its first rows were
+    if what == "is gone":
+        data.unlink()
+    remark = f"the answers are not shown: {data} {what} since the run began"
+    for command in (
+        ("peek",), ("view", "--text"), ("bus", "export", "--to", str(data.with_name("o.parquet")))
+    ):  # fmt: skip
+        out = printed(run, *command, columns="900")
+        assert out.count(remark) == 1 and "answer:" not in out
+    found = page_of(run)
+    assert found.source.count(remark) == 1 and "<span>answer" not in found.source
+
+
+def test_sets_of_an_evaluation_without_training_are_told_apart_and_no_program_is_run(
+    tmp_path, tiny_model
+):
+    sets, program = {}, tmp_path / "rows.py"
+    for name, numbers in (("a", range(3)), ("b", range(5, 9))):
+        write_rows(tmp_path / name, numbers)
+        sets[name] = {"path": [str(tmp_path / name)], "columns": {"source": "none"}}
+    run = empty_run(tmp_path / "run", tiny_model, eval=sets)
+    run.data_files.parent.mkdir(parents=True)
+
+    def begin(**more):
+        known = {
+            f"eval.{name}.path": {"num_rows": count, "files": facts_of([tmp_path / name])}
+            for name, count in (("a", 3), ("b", 4))
+        }
+        run.data_files.write_text(json.dumps(known | more))
+        return Answers(run)
+
+    found = [begin().of(guid, index) for guid, index in ((2, 2), (3, 0), (6, 3))]
+    assert [(row.answer, row.source) for row in found] == [("4", "a"), ("10", "b"), ("16", "b")]
+    assert begin().of(7, 4) is None, "there is no such row"
+    program.write_text("raise SystemExit")
+    job = run.config.read_text().replace('"train":["t"]', f'"train":["{program}:Rows"]')
+    run.config.write_text(job)
+    refused = begin(**{"prompts.train": {"num_rows": 1, "files": {}}})
+    assert refused.missing.endswith(
+        f"{program}:Rows is a program, which is not run to look at its rows"
+    )
+    assert refused.of(0, 0) is None
 
 
 def test_peek_says_how_few_responses_mark_an_answer_where_most_do_not(run):
@@ -122,7 +260,7 @@ def test_siblings_stand_in_order_each_with_its_facts(run):
         "sibling 2 reward 0.5 advantage -0.5",
     ]
     assert all(map(str.startswith, texts, begun))
-    ends = [text.split("tokens ")[-1] for text in texts]
+    ends = [text.split("tokens 1 turn ")[-1] for text in texts]
     assert ends == ["no", "two", "1+1= roman: II", "1+1= 2"]
 
 

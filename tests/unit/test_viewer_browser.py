@@ -98,12 +98,12 @@ def test_responses_that_attack_the_page_are_text_and_nothing_is_asked_for(run, t
     url, asked = listener
     script = """{
       title: document.title,
-      texts: [...document.querySelectorAll("#g0 article")].map(
+      texts: [...document.querySelectorAll("#group-0 article")].map(
         each => [...each.children].pop().textContent),
-      prompt: document.querySelector("#g0 .prompt").textContent,
+      prompt: document.querySelector("#group-0 .prompt").textContent,
       odd: document.querySelectorAll("img, svg, iframe, base, link, [onerror], [style]").length,
       scripts: document.scripts.length,
-      long: document.querySelector("#g1 article > pre").textContent.length,
+      long: document.querySelector("#group-1 article > pre").textContent.length,
     }"""
     path = tmp_path / "page.html"
     path.write_text(asks(page_of(run).read_text(), script))
@@ -129,3 +129,28 @@ def test_what_is_not_escaped_is_still_stopped_by_the_policy_of_the_page(run, tmp
     assert "<title>taken" in dom(tmp_path / "bare.html", tmp_path)
     assert "/image" in asked
     asked.clear()
+
+
+def test_a_search_finds_texts_a_part_sorts_and_an_address_leads_to_its_group(run, tmp_path):
+    parts = [{"a": 0.0, "b": 1.0}, {"a": 2.0, "b": 0.0}]
+    put(run, *([said(f"So: {guid}", guid, reward=1, parts=parts[guid % 2])] for guid in (4, 5)))
+    script = """(() => {
+      const there = () => sections.filter(each => !each.hidden).map(each => each.id).join(" ");
+      const first = () => document.querySelector("section").id;
+      const at = document.querySelector(".now").id;
+      search.value = "sO: 5"; search.oninput();
+      const found = [there(), document.getElementById("found").textContent];
+      search.value = ""; search.oninput();
+      part.value = "most b"; part.onchange();
+      const most = first();
+      part.value = "least b"; part.onchange();
+      return [at, ...found, most, first()];
+    })()"""
+    path = tmp_path / "page.html"
+    source = page_of(run).read_text()
+    path.write_text(
+        asks(
+            source.replace("onhashchange();", 'location.hash = "group-4"; onhashchange();'), script
+        )
+    )
+    assert answer_of(path, tmp_path) == ["group-4", "group-5", "1 of 5", "group-4", "group-5"]

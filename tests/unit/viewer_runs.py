@@ -14,11 +14,11 @@ SCRIPT = "<script>alert(1)</script>"
 _TOKENS = models.tokenizer()
 
 
-def empty_run(root, model):
+def empty_run(root, model, **sections):
     """A run directory whose bus is empty."""
     paths = RunPaths(root)
     paths.root.mkdir()
-    job = job_of(model__path=str(model), schedule__num_steps=1)
+    job = job_of(model__path=str(model), schedule__num_steps=1, **sections)
     paths.config.write_text(job.model_dump_json())
     layout.create(paths.bus, PRODUCERS, {})
     return paths

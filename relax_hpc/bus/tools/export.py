@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -23,15 +23,19 @@ from relax_hpc.bus.shards import media
 from relax_hpc.bus.shards.encode import PARTS
 from relax_hpc.bus.tools import inventory
 from relax_hpc.errors import BusError, ConfigError
-from relax_hpc.runtime.files.records import finite
+from relax_hpc.runtime.files.records import compact, finite
 from relax_hpc.runtime.files.user_files import write_named
 from relax_hpc.runtime.paths import BusPaths
 from relax_hpc.runtime.text import align
 from relax_hpc.schema import MediaKind, Trajectory, extra_columns
 
+if TYPE_CHECKING:
+    from relax_hpc.data.records import PromptRecord
+
 BLOCK_BYTES = 32 << 20
 """Bytes of tokens buffered before a write; a Parquet row group."""
 Decode = Callable[[Sequence[int]], str]
+FindRow = Callable[[int, int], "PromptRecord | None"]
 
 
 class ExportedRow(NamedTuple):
@@ -125,15 +129,23 @@ COLUMNS: Columns = {
 }
 TEXT = ("prompt", "response")
 """Columns that need a tokenizer."""
+DATA = ("answer", "source", "metadata")
+"""Columns of the row of the data."""
 
 
-def columns_named(names: Sequence[str], decode: Decode | None) -> Columns:
+def columns_named(
+    names: Sequence[str], decode: Decode | None, find: FindRow = lambda guid, index: None
+) -> Columns:
     """Returns the requested columns in that order; all by default.
+
+    Args:
+        find: returns the row of the data of a guid and prompt index; the columns of `DATA` are null
+            without one.
 
     Raises:
         ConfigError: no such column.
     """
-    known = COLUMNS | (_text_columns(decode) if decode else {})
+    known = COLUMNS | _data_columns(find) | (_text_columns(decode) if decode else {})
     unknown = [name for name in names if name not in known]
     if unknown:
         remedy = "; add --text" if set(unknown) <= set(TEXT) else ""
@@ -261,6 +273,21 @@ def _as_json(value: object) -> object:
     return (
         base64.b64encode(value).decode() if isinstance(value, bytes) else np.asarray(value).tolist()
     )
+
+
+def _data_columns(find: FindRow) -> Columns:
+    def column(of: Callable[["PromptRecord"], str]) -> ExportColumn:
+        def value(exported: ExportedRow) -> str | None:
+            row = find(exported.row.guid, exported.row.prompt_index)
+            return None if row is None else of(row).encode(errors="replace").decode()
+
+        return ExportColumn(pa.string(), value)
+
+    return {
+        "answer": column(lambda row: row.answer),
+        "source": column(lambda row: row.source),
+        "metadata": column(lambda row: compact(row.metadata)),
+    }
 
 
 def _text_columns(decode: Decode) -> Columns:

@@ -23,11 +23,18 @@ from relax_hpc.data.rows import TaskShare
 from relax_hpc.data.source import Prompt, PromptSource
 from relax_hpc.environments.record import EpisodeRecord
 from relax_hpc.roles.rollout.episodes import Episode, Episodes, seed_of, side_by_side
-from relax_hpc.runtime.files.records import read_bytes, read_json, write_json, write_text
+from relax_hpc.runtime.files.records import (
+    compact,
+    read_bytes,
+    read_json,
+    write_json,
+    write_text,
+)
 from relax_hpc.runtime.files.storage import delete, names, patiently
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry.events import EventWriter
 from relax_hpc.runtime.telemetry.logs import OF_ALL
+from relax_hpc.runtime.text import shorten
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +67,10 @@ def awaited_at(config: RunConfig, version: int) -> list[Due]:
     return [Due(n, "during", version // e) for n, e in every.items() if e and version % e == 0]
 
 
+_LETTERS = 2000
+"""Most letters kept of an answer, and of a field of metadata, in every sample."""
+
+
 class HeldoutRow(NamedTuple):
     prompt: int
     """Line of the file, 0-based, blank lines not counted."""
@@ -80,6 +91,10 @@ class HeldoutRow(NamedTuple):
     failed: bool = False
     in_thought: bool = False
     """Whether the last text began inside an earlier thought."""
+    answer: str = ""
+    """The right one; of a long text beginning and end, as in `metadata`."""
+    metadata: Mapping[str, Any] = {}
+    """Further fields of the prompt's row; a long one is shortened JSON."""
 
     @classmethod
     def of(
@@ -109,7 +124,14 @@ class HeldoutRow(NamedTuple):
             source=prompt.source,
             failed=failed,
             in_thought=in_thought,
+            answer=shorten(prompt.answer, _LETTERS),
+            metadata={str(key): _brief(value) for key, value in prompt.metadata.items()},
         )
+
+
+def _brief(value: object) -> Any:  # noqa: ANN401
+    said = compact(value)
+    return json.loads(said) if len(said) <= _LETTERS else shorten(said, _LETTERS)
 
 
 class TaskScore(NamedTuple):

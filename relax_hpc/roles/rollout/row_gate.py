@@ -27,7 +27,7 @@ from relax_hpc.data.media.source import MediaSource
 from relax_hpc.data.media.workers import Decoders
 from relax_hpc.data.media_tokens import check_taken
 from relax_hpc.data.records import Records
-from relax_hpc.data.rows import TaskShare, naming
+from relax_hpc.data.rows import TaskShare, facts_of, naming
 from relax_hpc.data.source import Examined
 from relax_hpc.errors import ConfigError, MediumError, PeerTimeoutError
 from relax_hpc.roles.role import Say
@@ -324,6 +324,12 @@ class RowGate:
                     told = name, len(rows), self._num_rows[name], listed
                     log.warning("%s: %d of %d rows are left out, %s", *told)
         check_lengths(self._config, longest)
+        if self._share.number == 0:
+            data = {
+                name: {"num_rows": source.num_rows, "files": facts_of(source.records.files)}
+                for name, source in self._sources.by_key.items()
+            }
+            write_json_once(self._paths.data_files, data)  # the first start's stays
 
     def _check_num_rows(self, before: Mapping[str, int]) -> None:
         order.check_num_rows(self._num_rows, self._num_rows | dict(before), since="begun")

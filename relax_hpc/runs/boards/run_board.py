@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.config.run import JobConfig, RunConfig
+from relax_hpc.data.records import PromptRecord
 from relax_hpc.errors import RelaxError
+from relax_hpc.runs.answers import in_words
 from relax_hpc.runs.viewer import GroupQuery
 from relax_hpc.runs.viewer.run import RunViewer, facts
 from relax_hpc.runtime.files.records import read_json, write_json
@@ -23,7 +25,7 @@ from relax_hpc.runtime.telemetry import curve
 from relax_hpc.runtime.telemetry.events import Event, EventTail
 from relax_hpc.runtime.telemetry.history import Point, Points, Rewind
 from relax_hpc.runtime.telemetry.tensorboard import Chart, TensorBoard, Text
-from relax_hpc.runtime.text import printable
+from relax_hpc.runtime.text import printable, shorten
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +82,8 @@ class Samples:
             return None
         said = [
             f"prompt {row['prompt']}, sample {row['sample']}: {_score(row)}, "
-            f"{row['finish']}, {row['num_tokens']} tokens\n{_shorten(' ... '.join(row['texts']))}"
+            f"{row['finish']}, {row['num_tokens']} tokens\n{_data_of(row)}"
+            f"{printable(shorten(' ... '.join(row['texts']), _LETTERS))}"
             for row in rows
         ]
         return Text(f"eval/{name}/responses", max(version, 0), "\n\n".join(said), event["time"])
@@ -92,7 +95,8 @@ class Samples:
                     f"{row.prompt}\n" * bool(row.prompt) + f"{facts(row)}\n{row.response}"
                     for row in group.rows[:_RESPONSES]
                 ]
-                said = f"prompt group {group.guid}\n" + "\n\n".join(parts)
+                said = f"prompt group {group.guid}\n{_lines(in_words(group.data_row))}"
+                said += "\n\n".join(parts)
                 yield Text("rollout/responses", step, said, time.time())
         except RelaxError as error:
             log.warning("no samples of step %d are shown: %s", step, error)
@@ -110,11 +114,14 @@ def _score(row: Mapping[str, Any]) -> str:
     return "no score" if row["score"] is None else f"score {row['score']:.4g}"
 
 
-def _shorten(text: str) -> str:
-    if len(text) > _LETTERS:
-        half, left_out = _LETTERS // 2, len(text) - _LETTERS
-        text = f"{text[:half]} [... {left_out} letters ...] {text[-half:]}"
-    return printable(text)
+def _data_of(row: Mapping[str, Any]) -> str:
+    """Formats answer and metadata of a held-out sample; an earlier version wrote none."""
+    known = PromptRecord("", row.get("answer", ""), metadata=row.get("metadata", {}))
+    return _lines(in_words(known))
+
+
+def _lines(said: Mapping[str, str]) -> str:
+    return "".join(f"{name}: {text}\n" for name, text in said.items())
 
 
 Setting = bool | float | str

@@ -11,9 +11,11 @@ from markupsafe import Markup, escape
 from rich.console import Console
 from rich.text import Text
 
+from relax_hpc.runs.answers import in_words
 from relax_hpc.runs.viewer import By
 from relax_hpc.runs.viewer.run import GroupView, RowView, facts
 from relax_hpc.runs.viewer.words import COLOURS, Token, colour
+from relax_hpc.runtime.files.records import compact
 from relax_hpc.runtime.files.user_files import write_named
 from relax_hpc.runtime.text import printable
 
@@ -102,7 +104,7 @@ def _template() -> jinja2.environment.TemplateModule:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for of_ours in (tokens, worth, kind):
+    for of_ours in (tokens, worth, kind, in_words, compact):
         environment.filters[of_ours.__name__] = of_ours
     return environment.get_template("page.html.j2").module
 
@@ -128,6 +130,8 @@ def show(console: Console, groups: Iterable[GroupView], by: By | None) -> int:
         say(Text(title, style="bold"))
         if group.note:
             say(Text(printable(group.note), style="yellow"))
+        for name, said in in_words(group.data_row).items():
+            say(Text(f"{name}: {said}", style="green"))
         for row in group.rows:
             if row.prompt:
                 say(Text(row.prompt, style="dim"))

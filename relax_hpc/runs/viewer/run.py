@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -20,13 +21,15 @@ from relax_hpc.bus.tools.inventory import Survey, Surveyed
 from relax_hpc.config import job_file
 from relax_hpc.config.run import RunConfig
 from relax_hpc.data import tokenizer
+from relax_hpc.data.records import PromptRecord
 from relax_hpc.environments.rewards.registry import REWARDS
 from relax_hpc.errors import ConfigError, DamagedError
 from relax_hpc.roles.dealing.portions import Comparison, values_of
+from relax_hpc.runs.answers import Answers
 from relax_hpc.runs.viewer import GroupQuery, Sort
 from relax_hpc.runs.viewer.words import CollapsedSpan, Token, Words, cut, of_row, within
 from relax_hpc.runtime.paths import BusPaths, RunPaths
-from relax_hpc.schema import Trajectory
+from relax_hpc.schema import Trajectory, TurnKind
 
 
 class Flips(NamedTuple):
@@ -208,6 +211,15 @@ class RowView(NamedTuple):
     left_out: int
     """Tokens hidden between `head` and `tail`."""
     tail: list[Token]
+    turns: int
+    """Stretches that the policy sampled."""
+    tool_turns: int
+    """Stretches that the environment wrote after it."""
+
+    @property
+    def said_turns(self) -> str:
+        tools = f" and {self.tool_turns} of a tool" if self.tool_turns else ""
+        return f"{self.turns} turn{'s' * (self.turns != 1)}{tools}"
 
     @property
     def response(self) -> str:
@@ -223,7 +235,7 @@ def facts(row: RowView) -> str:
     of = f" ({parts})" * bool(parts) + ", which failed" * row.failed
     return (
         f"sibling {row.sibling}{segment}: reward {row.reward:.4g}{of}{advantage}, {row.finish}, "
-        f"versions {row.versions}, {row.prompt_len} + {row.response_len} tokens"
+        f"versions {row.versions}, {row.prompt_len} + {row.response_len} tokens, {row.said_turns}"
     )
 
 
@@ -235,6 +247,15 @@ class GroupView(NamedTuple):
     rows: list[RowView]
     """By sibling and segment."""
     note: str = ""
+    data_row: PromptRecord | None = None
+    """The row of the data, with the right answer; None if it cannot be read."""
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Mean of each part of the reward over the episodes that have it."""
+        rows = [row for row in self.rows if not row.segment]
+        names = dict.fromkeys(name for row in rows for name in row.parts)
+        return {name: fmean(r.parts[name] for r in rows if name in r.parts) for name in names}
 
     @property
     def mean(self) -> str:
@@ -350,6 +371,7 @@ class GroupReader:
             list(self._tokens(row, advantage, stretches, first, first + head)),
             tail - head,
             list(self._tokens(row, advantage, stretches, first + tail, num_tokens)),
+            *_count_turns(row),
         )
 
     def _tokens(
@@ -377,6 +399,12 @@ class GroupReader:
             )
 
 
+def _count_turns(row: Trajectory) -> tuple[int, int]:
+    """Counts the turns of the policy, and of tools."""
+    kinds = [] if row.turns is None else row.turns[:, 1].tolist()
+    return kinds.count(TurnKind.SAMPLED), kinds.count(TurnKind.TOOL)
+
+
 _POLL_S = 1.0
 
 
@@ -401,7 +429,12 @@ class RunViewer:
             raise ConfigError(
                 f"{run_dir}: trains on documents; it samples nothing that can be shown"
             )
-        self._config = config
+        self._config, self._answers = config, Answers(self._paths)
+
+    @property
+    def missing_answers(self) -> str:
+        """Why the answers are not shown; empty if they are."""
+        return self._answers.missing
 
     @property
     def solved_at(self) -> float:
@@ -419,7 +452,8 @@ class RunViewer:
             BusError: damage, or a step that is not planned.
         """
         found = self._choose(asked)
-        return RunView(self._read(found, tokens), found.remarks)
+        remarks = [self.missing_answers] if found.chosen and self.missing_answers else []
+        return RunView(self._read(found, tokens), found.remarks + remarks)
 
     def follow(self, groups: int, tokens: int, *, until: Callable[[], bool]) -> Iterator[RunView]:
         """Looks repeatedly at the newest prompt groups not shown yet.
@@ -460,7 +494,8 @@ class RunViewer:
         for chosen in found.chosen:
             group = self._groups.read(chosen, tokens, found.notes.get(chosen.guid, ""))
             if group is not None:
-                yield group
+                row = self._answers.of(chosen.guid, chosen.prompt_index)
+                yield group._replace(data_row=row)
 
     @cached_property
     def _groups(self) -> GroupReader:

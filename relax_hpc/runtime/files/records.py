@@ -196,6 +196,16 @@ def finite(
     return said, odd
 
 
+def compact(value: object) -> str:
+    """Returns a value as JSON without spaces; what JSON has no form for, as its text."""
+    try:
+        said, _ = finite({"": value}, str)
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, or a circle
+        said = {"": str(value)}
+    text = json.dumps(said[""], ensure_ascii=False, separators=(",", ":"))
+    return text.encode(errors="replace").decode()  # a lone surrogate is in no file
+
+
 def read_json(path: Path) -> Any | None:  # noqa: ANN401
     """Returns the record at `path`; None while there is none."""
     try:

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import math
+from datetime import date
 
 import pytest
 from episode_fakes import Board, answer, episodes
@@ -41,6 +43,9 @@ def right(response, prompt):
     return float(str(response[0]) == prompt.answer and response[0] in (1, 3, 4))
 
 
+METADATA = {"tests": ["x" * 3000], "day": date(2026, 11, 30), "odd": math.nan}
+
+
 class Made:
     """An evaluator of five prompts and what stands around it."""
 
@@ -48,7 +53,10 @@ class Made:
                  score=None, on_error="zero", **settings):  # fmt: skip
         self.journal, self.events, self.board = Journal(), Events(), board or Board(size=size)
         self.sampler = Greedy(self.journal)
-        prompts = [Prompt(index=i, token_ids=[i], answer=str(i), source=f"s{i}") for i in range(5)]
+        prompts = [
+            Prompt(i, [i], str(i), source=f"s{i}", metadata=METADATA | {"level": i})
+            for i in range(5)
+        ]
         each_own = sets if isinstance(sets, dict) else {name: {} for name in sets}
         tables = {name: {"path": "p"} | settings | own for name, own in each_own.items()}
         pace = {f"schedule__{key}": value for key, value in (schedule or {}).items()}
@@ -294,6 +302,17 @@ class Life:
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             found[path.name] = [(row["prompt"], row["sample"], row["version"]) for row in rows]
         return found
+
+
+def test_a_sample_is_kept_with_what_its_row_holds_and_of_long_fields_the_ends(tmp_path):
+    life = Life(tmp_path)
+    asyncio.run(life.live([(0, 0), (1, 1)]))
+    rows = [json.loads(line) for path in tmp_path.glob("eval/*/*.jsonl") for line in path.open()]
+    assert [(row["answer"], row["source"]) for row in rows] == [(str(n), f"s{n}") for n in range(5)]
+    for n, row in enumerate(rows):
+        tests = row["metadata"].pop("tests")
+        assert tests == f'["{"x" * 998} [... 1004 letters ...] {"x" * 998}"]'
+        assert row["metadata"] == {"level": n, "day": "2026-11-30", "odd": None}
 
 
 def test_an_evaluation_that_was_killed_is_completed_once_and_asks_only_for_what_is_missing(
