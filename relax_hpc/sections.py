@@ -25,9 +25,7 @@ Bytes = Annotated[int, Field(strict=True, gt=0, le=INT64)]
 Number = Annotated[float, Field(strict=True, ge=-FLOAT32, le=FLOAT32)]
 
 
-SETTINGS = ConfigDict(
-    extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-)
+SETTINGS = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 """Settings of every section: an unknown key is an error, nothing is changed later, numbers are
 finite."""
 

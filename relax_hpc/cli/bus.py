@@ -4,11 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from relax_hpc.cli.arguments import AsJson, Ended, Run, own_run_dir_of, run_dir_of
 from relax_hpc.cli.lines import PlainGroup, echo
-from relax_hpc.config import job_file
 from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.text import argument
@@ -67,6 +65,7 @@ def bus_verify(run: Run, as_json: AsJson = False) -> None:
 
     The exit code is 1 if anything is wrong. What a crash leaves behind is listed, but not wrong.
     """
+    from rich.console import Console
     from rich.progress import Progress
 
     from relax_hpc.bus.tools import verify
@@ -124,6 +123,7 @@ def bus_export(
     text: Text = False,
 ) -> None:
     """Write trajectories as rows with answers and sidecars: all on disk, or those of some steps."""
+    from rich.console import Console
     from rich.progress import Progress
 
     from relax_hpc.bus.tools import export
@@ -171,6 +171,7 @@ def _positions(paths: RunPaths) -> list["PlanPosition"]:
 
 
 def _decoder(paths: RunPaths) -> "Decode":
+    from relax_hpc.config import job_file
     from relax_hpc.data import tokenizer
 
     decode = tokenizer.load(job_file.read_resolved(paths.config).model.path).decode

@@ -5,16 +5,15 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from relax_hpc.cli.arguments import AsJson, Job, Overrides
 from relax_hpc.cli.lines import RowsShown, echo
-from relax_hpc.config import job_file, programs
 from relax_hpc.errors import ConfigError
 from relax_hpc.runtime.text import printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from relax_hpc.config.run import JobConfig
     from relax_hpc.data.overlap import LeftOut
     from relax_hpc.roles.rollout.play import Played
@@ -35,6 +34,7 @@ def overlap(
     on."""
     import json
 
+    from relax_hpc.config import job_file, programs
     from relax_hpc.config.run import RunConfig
     from relax_hpc.data import overlap as overlaps
     from relax_hpc.roles.rollout import prompt_check
@@ -67,6 +67,7 @@ def decode_media(config: "JobConfig", say: Callable[[str], None]) -> None:
     """
     import os
 
+    from relax_hpc.config import programs
     from relax_hpc.config.hf_config import ConfigJson
     from relax_hpc.config.run import RunConfig
     from relax_hpc.data.media.recipe import read_recipe
@@ -114,6 +115,9 @@ def play_episode(config: "JobConfig", replies: Sequence[str], say: Callable[[str
     Raises:
         ConfigError: the environment or the reward fails.
     """
+    from rich.console import Console
+    from rich.text import Text
+
     from relax_hpc.config.run import RunConfig
     from relax_hpc.roles.rollout import play, prompt_check
     from relax_hpc.runs.viewer.words import Words
@@ -129,7 +133,9 @@ def play_episode(config: "JobConfig", replies: Sequence[str], say: Callable[[str
     say(_outcome(played))
 
 
-def _print_row(console: Console, row: "Trajectory", words: "Words") -> None:
+def _print_row(console: "Console", row: "Trajectory", words: "Words") -> None:
+    from rich.text import Text
+
     from relax_hpc.runs.viewer.words import of_row, within
 
     if row.segment:

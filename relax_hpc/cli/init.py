@@ -11,19 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
-from pydantic.json_schema import models_json_schema
 
 from relax_hpc.cli.arguments import Job, Overrides, run_dir_of
 from relax_hpc.cli.completion import names_of_jobs
 from relax_hpc.cli.lines import echo
-from relax_hpc.config import job_file
-from relax_hpc.config.keys import keys_of
-from relax_hpc.config.run import RunConfig, SftRunConfig
 from relax_hpc.errors import ConfigError, nearest
 from relax_hpc.runtime.files import permissions
 from relax_hpc.runtime.files.user_files import write_named
 from relax_hpc.runtime.text import align_lines
-from relax_hpc.sections import NAME
 
 beginning = typer.Typer()
 _WIDTH = 96
@@ -64,6 +59,7 @@ def init(
     """Write a job with every key explained and, unless there is one, a profile of this cluster."""
     from relax_hpc.launch import profiles
     from relax_hpc.launch.submit import mode_of
+    from relax_hpc.sections import NAME
 
     if not re.match(NAME, name):
         raise ConfigError(f"{name!r}: is no name of a run; use letters, digits, '.', '_' and '-'")
@@ -113,6 +109,8 @@ def _write(path: Path, text: str, key: str = "file", *, replace: bool = False) -
 
 def describe_jobs() -> dict[str, str]:
     """Describes each job by the first line of its comment."""
+    from relax_hpc.config import job_file
+
     texts = {name: path.read_text(encoding="utf-8") for name, path in job_file.list_jobs().items()}
     return {name: re.findall("^# (.+)", text, re.M)[0] for name, text in texts.items()}
 
@@ -128,6 +126,8 @@ def job_text(like: str, name: str, schema: Path) -> str:
     Raises:
         ConfigError: there is no such job.
     """
+    from relax_hpc.config import job_file
+
     known = job_file.list_jobs()
     if like not in known:
         hint = nearest(like, known) or f"use one of {', '.join(known)}"
@@ -150,6 +150,9 @@ def job_text(like: str, name: str, schema: Path) -> str:
 
 def _explain(lines: list[str]) -> Iterator[str]:
     """Puts a key's text above every line that sets one."""
+    from relax_hpc.config.keys import keys_of
+    from relax_hpc.config.run import RunConfig, SftRunConfig
+
     keys = {key.name: key.text for kind in (SftRunConfig, RunConfig) for key in keys_of(kind)}
     section = ""
     for line in lines:
@@ -170,8 +173,15 @@ def _text_of(key: str, keys: dict[str, str]) -> str:
 
 
 def job_schema() -> dict[str, Any]:
+    from pydantic.json_schema import models_json_schema
+
+    from relax_hpc.config.keys import add_texts
+    from relax_hpc.config.run import RunConfig, SftRunConfig
+
     kinds = (RunConfig, SftRunConfig)
     refs, made = models_json_schema([(kind, "validation") for kind in kinds])
+    for kind in kinds:
+        add_texts(made, kind)
     learning, tuning = (refs[kind, "validation"] for kind in kinds)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -349,6 +359,7 @@ def fetch(
 ) -> None:
     """Bring the models and data that a job names on the Hugging Face hub into its cache here."""
     from relax_hpc.cli import fetch as fetching
+    from relax_hpc.config import job_file
 
     fetching.fetch(job_file.load(job, overrides), echo)
 

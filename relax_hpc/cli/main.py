@@ -7,15 +7,11 @@ import logging
 import os
 import shlex
 import sys
-import traceback
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.text import Text
-from typer import rich_utils
 
 from relax_hpc.cli.arguments import (
     Account,
@@ -396,6 +392,8 @@ def main() -> None:
     os.umask(permissions.UMASKS["none"])  # of what a command writes beside or into a run
     is_plain = bool(os.environ.get("NO_COLOR"))
     if is_plain:  # rich alone would still print bold and dim
+        from typer import rich_utils
+
         rich_utils.COLOR_SYSTEM = None
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Printable())
@@ -406,11 +404,16 @@ def main() -> None:
     except (RelaxError, PermissionError) as error:
         if isinstance(error, PermissionError) and error.filename is None:
             raise  # it is about no file
+        from rich.console import Console
+        from rich.text import Text
+
         said = str(error) if isinstance(error, RelaxError) else permissions.refusal(error)
         colours: Literal["auto"] | None = None if is_plain else "auto"
         console = Console(stderr=True, soft_wrap=True, color_system=colours)
         console.print(Text(printable(said), style="red"))
         sys.exit(2)
     except Exception:  # noqa: BLE001 - a mistake of ours, in words that may be of others
+        import traceback
+
         echo(traceback.format_exc().rstrip(), err=True)
         sys.exit(1)

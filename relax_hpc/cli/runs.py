@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from relax_hpc.cli import completion
 from relax_hpc.cli.arguments import (
@@ -20,11 +19,11 @@ from relax_hpc.cli.arguments import (
     run_dir_of,
 )
 from relax_hpc.cli.lines import PlainGroup, echo
-from relax_hpc.config.run import Service
 from relax_hpc.errors import ConfigError
 from relax_hpc.runs.viewer import By, GroupQuery, Sort
 from relax_hpc.runtime.files import permissions
 from relax_hpc.runtime.paths import RunPaths
+from relax_hpc.runtime.telemetry import Service
 from relax_hpc.runtime.text import argument
 
 if TYPE_CHECKING:
@@ -116,6 +115,8 @@ def watch(run: Run) -> None:
 
     Until it is over, or Ctrl-C; the run goes on. Not on a terminal: once.
     """
+    from rich.console import Console
+
     from relax_hpc.runs import screen
 
     run_dir = run_dir_of(run)
@@ -377,6 +378,8 @@ def view(
     text: Annotated[bool, typer.Option("--text", help="Print it instead.")] = False,
 ) -> None:
     """Write a page of trajectories: siblings side by side, every token coloured."""
+    from rich.console import Console
+
     from relax_hpc.runs.viewer import output
     from relax_hpc.runs.viewer.run import RunViewer
 
@@ -414,6 +417,8 @@ def peek(
     ] = False,
 ) -> None:
     """Print the newest prompts, answers and responses with rewards, while the run goes on."""
+    from rich.console import Console
+
     from relax_hpc.runs.status import Watch
     from relax_hpc.runs.viewer import output
     from relax_hpc.runs.viewer.run import RunViewer

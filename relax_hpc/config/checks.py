@@ -42,7 +42,25 @@ def check(config: "RunConfig") -> None:
         )
     _check_algorithm(config)
     _check_teachers(config)
+    _check_best(config)
     _check_tasks_fill_nodes(config)
+
+
+def _check_best(config: "RunConfig") -> None:
+    if (name := config.actor.advanced.keep_best) is None:
+        return
+    if name not in config.eval:
+        there = ", ".join(map(repr, config.eval)) or "none"
+        raise ValueError(
+            f"actor.advanced.keep_best = {name!r}: no held-out set has this name (there is {there}); "
+            "name a table [eval.NAME]"
+        )
+    every, save_every = config.eval[name].every, config.actor.save_every
+    if not every or every % save_every:
+        raise ValueError(
+            f"eval.{name}.every = {every}: actor.advanced.keep_best needs a multiple of "
+            f"actor.save_every = {save_every}, so that each evaluated policy has a checkpoint"
+        )
 
 
 def check_nodes(key: str, tasks: int, nodes: int) -> None:

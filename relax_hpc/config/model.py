@@ -144,6 +144,10 @@ class ActorAdvanced(Section):
     """Training starts on a part of a batch once every data-parallel rank can fill this many
     micro-batches; 0 waits for the whole batch. The update is the same. Unset is 4, or the whole
     batch if the algorithm needs it."""
+    keep_best: str | None = None
+    """A name of [eval.NAME]: the checkpoint of the policy with the best score of that set stays in
+    checkpoints/best/, whatever `keep_checkpoints` says. `eval.NAME.every` must be a multiple of
+    `save_every`, so that each evaluated policy has a checkpoint."""
 
 
 class MegatronConfig(BaseModel):

@@ -17,7 +17,7 @@ _OF_POOL = "engines_per_task nodes_per_engine placement max_running_requests res
 _ADVANCED = {
     "actor": (
         "attention float32_logits recomputed_passes kept_logits_gib tower_patches features_gib "
-        "portion_micro_batches"
+        "portion_micro_batches keep_best"
     ),
     "launch": "bootstrap idle_s network peer_timeout_s hang_timeout_s share kernel_cache",
     "boards": "tracking_uri offline",

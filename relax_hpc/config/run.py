@@ -29,6 +29,7 @@ from relax_hpc.config.rollout import (
     StopTexts,
     WeightsConfig,
 )
+from relax_hpc.runtime.telemetry import Service
 from relax_hpc.schema import COLUMNS, ROUTED_EXPERTS, columns_of
 from relax_hpc.sections import (
     NAME,
@@ -177,7 +178,6 @@ class LaunchConfig(Section):
     advanced: LaunchAdvanced = LaunchAdvanced()
 
 
-Service = Literal["wandb", "mlflow"]
 News = Literal["start", "requeue", "plateau", "failure", "finish"]
 
 
@@ -466,6 +466,11 @@ class SftRunConfig(JobConfig):
             raise ValueError(
                 f"launch.layout = {self.launch.layout!r}: supervised fine-tuning has no rollout to "
                 "be apart from; use 'hetjob'"
+            )
+        if self.actor.advanced.keep_best is not None:
+            raise ValueError(
+                f"actor.advanced.keep_best = {self.actor.advanced.keep_best!r}: supervised "
+                "fine-tuning has no [eval.NAME] to choose by; remove it"
             )
         return self
 

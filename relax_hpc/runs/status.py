@@ -14,7 +14,6 @@ from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.inference import members
 from relax_hpc.inference.members import ENDED, Roster, Standing, reason_of, standing
-from relax_hpc.inference.pool_client import slow as slow_of
 from relax_hpc.launch import record, states
 from relax_hpc.launch.local import processes
 from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
@@ -498,6 +497,8 @@ def find_slow(events: Sequence[Event]) -> dict[str, str]:
 
     Compares tokens per second and request of the last minute. Needs three engines.
     """
+    from relax_hpc.inference.pool_client import slow  # with httpx
+
     loads = [event for event in events if event["event"] == "load" and event["in_flight"]]
     since = max((event["time"] for event in loads), default=0.0) - _RECENT_S
     tokens, seconds = defaultdict[str, float](float), defaultdict[str, float](float)
@@ -506,7 +507,7 @@ def find_slow(events: Sequence[Event]) -> dict[str, str]:
             tokens[event["id"]] += event["num_tokens"]
             seconds[event["id"]] += event["seconds"] * event["in_flight"]
     rates = {name: tokens[name] / spent for name, spent in seconds.items() if spent}
-    found = {name: _how_slow(rate, middle) for name, rate, middle in slow_of(rates)}
+    found = {name: _how_slow(rate, middle) for name, rate, middle in slow(rates)}
     now = max((event["time"] for event in events), default=0.0)
     for event in events:
         if event["event"] == "rests" and event["time"] + event["seconds"] > now:

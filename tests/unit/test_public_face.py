@@ -35,6 +35,8 @@ def test_the_names_are_the_same_for_python_and_for_type_checkers_and_each_is_the
     [
         ("import relax_hpc", ["torch", "h5py", "numpy", "pydantic", "relax_hpc.errors"]),
         ("from relax_hpc import Loss, Outcome, submit", ["torch", "h5py", "transformers"]),
+        ("import relax_hpc.cli.main", ["torch", "numpy", "pydantic", "httpx", "rich.console"]),
+        ("import relax_hpc.runs.report", ["torch", "h5py", "httpx", "aiohttp"]),
     ],
 )
 def test_a_name_costs_no_more_than_its_own_module(statement, heavy):

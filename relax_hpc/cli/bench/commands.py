@@ -2,19 +2,26 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from relax_hpc.cli.arguments import Overrides
 from relax_hpc.cli.lines import PlainGroup, echo
 from relax_hpc.runtime.files.scratch import use_private_folder
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 bench = typer.Typer(
     cls=PlainGroup, no_args_is_help=True, help="Measure parts of relax-hpc on this machine."
 )
-console = Console(soft_wrap=True)
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(soft_wrap=True)
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
@@ -61,7 +68,7 @@ def bench_bus(
 
     before = report.machine()
     rows = list(bus.measure(folder, repeats))
-    report.show(rows, console, json_file, before)
+    report.show(rows, _console(), json_file, before)
     if plot is not None:
         report.plot(rows, plot, before)
 
@@ -168,7 +175,7 @@ def bench_generate(
         shape, kind=engine, load=load, repeats=repeats, streamed=streamed, overrides=overrides,
         python=python,
     )  # fmt: skip
-    show(generate.rows(turns, load), console, json_file, before)
+    show(generate.rows(turns, load), _console(), json_file, before)
 
 
 @bench.command(
