@@ -248,7 +248,9 @@ def compare(
     pictures.check(out)
     named = [Path(each) if each.endswith(".csv") else run_dir_of(each) for each in asked]
     if tag is not None:
-        named += [run for run in known_runs.everywhere() if tag in overview.tags_of(run)]
+        tagged = (run for run in known_runs.everywhere() if tag in overview.tags_of(run))
+        named += sorted(tagged, key=lambda run: run.name)
+    named = list({each.resolve(): each for each in named}.values())
     if not named:
         raise ConfigError("compare: lacks RUN; name runs, or --tag those that have one")
     found = comparison.collect(named, heldout=heldout)
@@ -286,14 +288,29 @@ def replay(
         raise typer.Exit(1)
 
 
-@runs.command(epilog="Example:  relax-hpc cancel arithmetic")
-def cancel(run: Run) -> None:
-    """End every job that a run started, and nothing else; say what each was doing."""
+@runs.command(
+    epilog="Examples:  relax-hpc cancel arithmetic  |  relax-hpc cancel arithmetic --save"
+)
+def cancel(
+    run: Run,
+    save: Annotated[
+        bool, typer.Option("--save", help="Save before, as soon as the step under way is done.")
+    ] = False,
+    within: Annotated[
+        float, typer.Option(min=0, help="Seconds for --save; then nothing is cancelled.")
+    ] = 600.0,
+) -> None:
+    """End every job that a run started, and nothing else; say what each was doing.
+
+    Exit code 1 if --save took too long: the run goes on.
+    """
     from relax_hpc.runs import cancel as run_cancel
     from relax_hpc.runs import overview
     from relax_hpc.runs.boards import finish
 
     run_dir = own_run_dir_of(run)
+    if save and not run_cancel.save(run_dir, within, echo):
+        raise typer.Exit(1)
     run_cancel.cancel(run_dir, echo)
     finish.complete_if_over(run_dir)
     paths = RunPaths(run_dir)

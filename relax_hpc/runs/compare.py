@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_NOT_SETTINGS = ("name", "run_root", "seed")
+_NOT_SETTINGS = re.compile(r"name|run_root|seed|(.+\.)?resources\.dependency")
 _COLUMNS = ("run", "group", "step", "minutes", "score", "truncated", "tokens", "gpu_hours")
 _NEEDED = ("run", "step", "minutes", "score")
 _VALUE_CHARACTERS = 24
@@ -160,7 +161,7 @@ def _read_run(run_dir: Path, heldout: str | None) -> ComparedRun:
         run_dir.name,
         [points[step] for step in sorted(points)],
         [(e["step"], e["reward/mean"]) for e in done if e.get("reward/mean") is not None],
-        {key: value for key, value in flat.items() if key not in _NOT_SETTINGS},
+        {key: value for key, value in flat.items() if not _NOT_SETTINGS.fullmatch(key)},
         scores[-1].num_samples if scores else None,
     )
 
