@@ -222,7 +222,8 @@ class NotifyConfig(Section):
     """Program and arguments that get each message as JSON on standard input, on the job's first
     node."""
     webhook: UserPath | None = None
-    """File with the URL to which each message is posted as JSON; only you may have read access."""
+    """File with the URL to which each message is posted as JSON, or one of Apprise, which sends its
+    text: mailto://, slack://, discord://, ...; only you may have read access."""
     on: list[News] = ["start", "requeue", "plateau", "failure", "finish"]
     """When to send one: the run begins, goes on after a requeue, gets no better, failed, is
     complete."""

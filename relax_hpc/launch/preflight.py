@@ -302,11 +302,30 @@ def check_notify(config: JobConfig) -> None:
     if webhook is None:
         return
     url = user_files.read_text(webhook, "name a file with the URL of a webhook").strip()
-    if not url.startswith(("https://", "http://")) or len(url.split()) != 1:
+    if "://" not in url or len(url.split()) != 1:
         raise ConfigError(f"notify.webhook = {str(webhook)!r}: holds no URL; put only that there")
+    if not url.startswith(("https://", "http://")):
+        check_apprise(f"notify.webhook = {str(webhook)!r}", url)
     if webhook.stat().st_mode & 0o077:
         raise ConfigError(
             f"notify.webhook = {str(webhook)!r}: others may read the URL; chmod 600 {webhook}"
+        )
+
+
+def check_apprise(key: str, url: str) -> None:
+    """Checks that Apprise is here and knows a URL."""
+    scheme = url.partition("://")[0]
+    try:
+        import apprise
+    except ImportError:
+        raise ConfigError(
+            f"{key}: a URL {scheme}://... is for Apprise, which is not installed here; "
+            "pip install 'relax-hpc[notify]'"
+        ) from None
+    if not apprise.Apprise().add(url):
+        raise ConfigError(
+            f"{key}: Apprise cannot use the URL {scheme}://... there; its pages say what such a "
+            "URL looks like"
         )
 
 

@@ -132,3 +132,35 @@ def test_the_jobs_comment_says_the_progress(slurm):
     other.show(step(4, 1.0, 0.5), 100)  # a Slurm that refuses is asked no more
     Comment("local-12").show(step(3, 1.0, 0.5), 100)
     assert len(asked.read_text().splitlines()) == 2
+
+
+def test_a_service_of_apprise_gets_the_text_and_its_url_is_in_no_log(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(notify, "_WAIT_S", 0.0)
+    asked, answers = [], [500, 200]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(answers.pop(0))
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = tmp_path / "url"
+    url.write_text(f"json://127.0.0.1:{server.server_port}/s3cret\n")
+    url.chmod(0o600)
+    paths, config = make(tmp_path, notify={"webhook": str(url)})
+    preflight.check_notify(config)
+    with caplog.at_level(logging.INFO):
+        Notifier(paths, config).tell("finish", "is complete")
+    server.shutdown()
+    assert [(each["title"], each["message"]) for each in asked] == [
+        ("run: finish", "run: is complete")
+    ] * 2, "asked again once"
+    assert "s3cret" not in caplog.text
+    url.write_text("slakc://x/y\n")
+    with pytest.raises(ConfigError, match="Apprise cannot use the URL slakc://"):
+        preflight.check_notify(config)

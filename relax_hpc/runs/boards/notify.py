@@ -1,4 +1,5 @@
-"""Sends messages about a run to a program or a webhook, and progress to the Slurm job's comment.
+"""Sends messages about a run to a program, a webhook or a service that Apprise knows, and progress
+to the Slurm job's comment.
 
 A failed delivery is retried three times and logged; the run is not affected. No log contains the
 webhook's URL.
@@ -16,6 +17,7 @@ import httpx
 from tenacity import RetryError, Retrying, stop_after_attempt, wait_exponential
 
 from relax_hpc.config.run import JobConfig, News
+from relax_hpc.errors import RelaxError
 from relax_hpc.launch.states import output_of
 from relax_hpc.runtime import process
 from relax_hpc.runtime.files.records import read_json, write_json
@@ -34,6 +36,9 @@ _KEEP = 0.85
 _COMMENT_EVERY_S = 60.0
 _MARK = "relax-hpc: "
 """Prefix of our comments; any other comment is the user's, and stays."""
+
+HTTP = ("https://", "http://")
+"""URLs that get a message as JSON; others are Apprise's, such as mailto:// or slack://."""
 
 Deliver = Callable[[dict[str, Any]], None]
 
@@ -86,9 +91,20 @@ class Notifier:
     def _post(self, message: dict[str, Any]) -> None:
         file = self._config.notify.webhook
         assert file is not None
-        httpx.post(
-            file.read_text(encoding="utf-8").strip(), json=message, timeout=_ANSWER_S
-        ).raise_for_status()
+        url = file.read_text(encoding="utf-8").strip()
+        if url.startswith(HTTP):
+            httpx.post(url, json=message, timeout=_ANSWER_S).raise_for_status()
+            return
+        import apprise
+
+        logging.getLogger("apprise").setLevel(logging.CRITICAL + 1)  # it would name the URL
+        service = apprise.Apprise(url)
+        if not service.notify(body=message["text"], title=f"{message['run']}: {message['news']}"):
+            raise NotDeliveredError
+
+
+class NotDeliveredError(RelaxError):
+    pass
 
 
 def _words(error: BaseException | None) -> str:
@@ -100,6 +116,8 @@ def _words(error: BaseException | None) -> str:
             return f"the program ended with exit code {error.returncode}"
         case subprocess.TimeoutExpired():
             return f"the program did not end in {_ANSWER_S:.0f} s"
+        case NotDeliveredError():
+            return "the service did not take it"
         case OSError():
             return f"{error.strerror}"
     return type(error).__name__
