@@ -17,6 +17,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple, Self
 
@@ -183,6 +184,7 @@ class Sequencer:
         self._released = base.step
         self._retired = GuidSet(base.planned_below, base.planned_above)
         self._skips = PlanSkips(base)
+        self._num_over_age = Counter[int]()
         self._take_over(chain)
         self._log = FrameWriter(paths.plan_log(self.fence))
         self._log.append({"parent": chain.fence, "keep": self._num_records})
@@ -280,6 +282,10 @@ class Sequencer:
         """Returns the groups skipped between the plans of the previous step and of `step`."""
         return self._skips.of_step(step)
 
+    def count_over_age(self, step: int) -> int:
+        """Counts the groups that were dropped as over age while `step` was planned."""
+        return self._num_over_age[step]
+
     def advance(self, *, step: int, policy_version: int) -> None:
         """Grants the credits due after `step` was trained and `policy_version` published.
 
@@ -341,6 +347,8 @@ class Sequencer:
         self._num_records += 1
         if isinstance(record, IgnoredShard):
             self.duplicates += record.rows
+        if isinstance(record, DroppedGroup) and record.why == "over_age" and record.rows:
+            self._num_over_age[record.step] += 1
         if isinstance(record, PlanRecord):
             self._portions.setdefault(record.step, []).append(record)
             if record.last:

@@ -143,7 +143,7 @@ def _remedy(solved: bool, failed: bool, cut: bool) -> str:
     elif solved or failed:
         remedies.append("take harder prompts" if solved else "take easier prompts")
     if failed:
-        remedies.append("see with relax-hpc view whether the reward recognises what is right")
+        remedies.append("see with relax-hpc peek whether reward.name knows what is right")
     return ", ".join(remedies)
 
 

@@ -330,16 +330,23 @@ def convert(
     to: Annotated[str, typer.Option(help="hf, megatron, or peft: adapters.")] = "hf",
     out: Annotated[Path | None, typer.Option(help="Is made; by default in the run, hf/.")] = None,
     step: Annotated[int | None, typer.Option(help="Step of a run; default is the newest.")] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The step with the best score, see keep_best.")
+    ] = False,
     model: Annotated[
         Path | None, typer.Option(help="Lends config.json and tokenizer; the run's by default.")
     ] = None,
 ) -> None:
-    """Convert weights between checkpoints and Hugging Face folders, a tensor at a time, no GPU."""
+    """Convert weights between checkpoints and Hugging Face folders, a tensor at a time, no GPU.
+
+    Weights of a run come with a model card, README.md.
+    """
     from relax_hpc.runtime import devices
     from relax_hpc.trainer.megatron import cpu
 
     devices.hush()
     cpu.install()
+    from relax_hpc.runs import card
     from relax_hpc.trainer.checkpoints import convert as conversion
     from relax_hpc.trainer.checkpoints import gguf_file
 
@@ -349,7 +356,9 @@ def convert(
         return
     if not folder.exists():
         folder = run_dir_of(what)
-    echo(conversion.convert(folder, to, out=out, step=step, model=model))
+    echo(
+        conversion.convert(folder, to, out=out, step=step, model=model, best=best, card=card.write)
+    )
 
 
 @models.command(epilog="Example:  relax-hpc fetch first.toml --set model.path=Qwen/Qwen3-4B")

@@ -11,9 +11,9 @@ from relax_hpc.errors import ConfigError, none_of
 from relax_hpc.runtime.text import printable, wrong
 
 
-def echo(said: object, *, err: bool = False) -> None:
-    """Prints lines with foreign control characters made visible."""
-    typer.echo(printable(str(said)), err=err)
+def echo(said: object, *, err: bool = False, nl: bool = True) -> None:
+    """Prints lines, or a piece of one, with foreign control characters made visible."""
+    typer.echo(printable(str(said)), err=err, nl=nl)
 
 
 _LACKING = {

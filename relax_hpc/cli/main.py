@@ -31,6 +31,7 @@ from relax_hpc.cli.arguments import (
 )
 from relax_hpc.cli.bench.commands import bench
 from relax_hpc.cli.bus import bus
+from relax_hpc.cli.chat import talking
 from relax_hpc.cli.completion import names_of_keys, names_of_runs, settings
 from relax_hpc.cli.data import data, decode_media, play_episode
 from relax_hpc.cli.evaluate import evaluation
@@ -167,6 +168,7 @@ def check(
         config = preflight.check(
             config, components, use_slurm=use_slurm, say=remarks.append, lacks=lacking.append
         )
+        preflight.tell_costs(config, components, remarks.append)
         if use_slurm:
             remarks.append(estimate_start(config, components))
         preflight.check_run_dir(config.run_dir, say=remarks.append)
@@ -296,7 +298,7 @@ def resume(
     _announce(resumed, local=local, follow=follow)
 
 
-for commands in (beginning, data, runs, boards, evaluation, viewer, models):
+for commands in (beginning, data, runs, boards, evaluation, talking, viewer, models):
     app.add_typer(commands)
 
 

@@ -52,8 +52,8 @@ def _check_best(config: "RunConfig") -> None:
     if name not in config.eval:
         there = ", ".join(map(repr, config.eval)) or "none"
         raise ValueError(
-            f"actor.advanced.keep_best = {name!r}: no held-out set has this name (there is {there}); "
-            "name a table [eval.NAME]"
+            f"actor.advanced.keep_best = {name!r}: no held-out set has this name (there is "
+            f"{there}); name a table [eval.NAME]"
         )
     every, save_every = config.eval[name].every, config.actor.save_every
     if not every or every % save_every:

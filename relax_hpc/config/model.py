@@ -145,9 +145,10 @@ class ActorAdvanced(Section):
     micro-batches; 0 waits for the whole batch. The update is the same. Unset is 4, or the whole
     batch if the algorithm needs it."""
     keep_best: str | None = None
-    """A name of [eval.NAME]: the checkpoint of the policy with the best score of that set stays in
-    checkpoints/best/, whatever `keep_checkpoints` says. `eval.NAME.every` must be a multiple of
-    `save_every`, so that each evaluated policy has a checkpoint."""
+    """A name of [eval.NAME]: the checkpoint with the best score of that set is kept, whatever
+    `keep_checkpoints` says. `eval.NAME.every` must be a multiple of `save_every`, so that each
+    evaluated policy has a checkpoint. A score counts for the step at which it was due; a set with
+    `one_policy` is sampled by that policy alone."""
 
 
 class MegatronConfig(BaseModel):

@@ -36,6 +36,7 @@ from relax_hpc.runtime import hardware, kernel_cache
 from relax_hpc.runtime.comm.mpi_door import MISSING, find_launcher
 from relax_hpc.runtime.files import permissions, user_files
 from relax_hpc.runtime.files.records import sync
+from relax_hpc.runtime.telemetry.progress import short
 from relax_hpc.runtime.text import is_utf8
 
 _REMEDY = "choose a folder of yours that every node sees"
@@ -166,6 +167,27 @@ def tell_limits(components: Sequence[Component], slurm: cluster.Cluster, say: Sa
             f'they may end; set {components[0].key}.sbatch = ["--propagate=NONE"], or submit from '
             "a shell without them (ulimit -a)"
         )
+
+
+def tell_costs(config: JobConfig, components: Sequence[Component], say: Say) -> None:
+    """Says what a run takes at most: GPU-hours of its time limits, and tokens sampled."""
+    hosts = [each for each in components if each.on is None and each.resources.gpus_per_node]
+    said = []
+    if hosts:
+        gpus = [each.resources.gpus_per_node * each.held_nodes for each in hosts]
+        limits = [each.resources.time for each in hosts]
+        known = [cluster.minutes(limit) for limit in limits if limit is not None]
+        said.append(f"{sum(gpus)} GPU{'s' * (sum(gpus) > 1)}")
+        if len(known) == len(hosts) and cluster.NO_LIMIT not in known:
+            hours = sum(count * each / 60 for count, each in zip(gpus, known, strict=True))
+            said[0] += f", {hours:,.1f} GPU-hours at most before a requeue"
+    if isinstance(config, RunConfig):
+        schedule, sampled = config.schedule, config.rollout
+        responses = schedule.num_steps * schedule.prompts_per_step * sampled.samples_per_prompt
+        tokens = short(responses * sampled.max_new_tokens)
+        said.append(f"{responses:,} responses are trained on, of {tokens} tokens at most")
+    if said:
+        say(f"cost: {'; '.join(said)}")
 
 
 def tell_networks(components: Sequence[Component], slurm: cluster.Cluster, say: Say) -> None:

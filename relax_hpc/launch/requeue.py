@@ -151,7 +151,7 @@ def take_over(job_id: str, run_dir: Path) -> None:
     The announcing process may have been killed before its request.
     """
     record = read_json(RunPaths(run_dir).ending(attempt_of(job_id)))
-    if record is not None and "refused" not in record:
+    if record is not None and not record.keys() & {"refused", "cancel"}:
         ask_in_time(job_id, run_dir, left_s=read_left_s(job_id))
 
 
@@ -185,14 +185,15 @@ def num_restarts() -> int:
 
 
 def announce(job_id: str, run_dir: Path, **why: bool) -> bool:
-    """Announces the job's end; returns whether it was first. After a refusal it can be repeated.
+    """Announces the job's end; returns whether it was first. After a refusal it can be repeated,
+    and it takes the place of `relax-hpc cancel --save`.
 
     Args:
         job_id: of the leader.
         why: fields for the record.
     """
     record = RunPaths(run_dir).ending(attempt_of(job_id))
-    if "refused" in (read_json(record) or {}):
+    if (read_json(record) or {}).keys() & {"refused", "cancel"}:
         retract(record)
     return write_json_once(record, {"time": time.time(), **why})
 

@@ -20,7 +20,7 @@ from relax_hpc.sections import Resources
 _FREE = re.compile(
     r"(.+\.)?resources\.\w+"
     r"|launch\.(max_restarts|advanced\.(peer_timeout_s|hang_timeout_s|idle_s|kernel_cache))"
-    r"|\w+\.(save_every|keep_checkpoints|keep_every|save_hf_every)"
+    r"|\w+\.(save_every|keep_checkpoints|keep_every|save_hf_every)|actor\.advanced\.keep_best"
     r"|bus\.keep_steps|weights\.advanced\.(timeout_s|checksum_every)"
     r"|(notify|boards)\.(advanced\.)?\w+|engines\.[^.]+\.advanced\.(start|hang)_timeout_s"
 )

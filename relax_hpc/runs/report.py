@@ -301,8 +301,11 @@ def _of_rl(done: dict[str, Any]) -> list[tuple[str, str]]:
     at = f"at step {done['steps_done']}{of_cut}"
     return [
         *([] if reward is None else [("reward", f"{reward:.3f} {at}")]),
+        *map(_split, done.get("not_learned_from", {}).get("said", ())),
         *_speed(done),
         *_heldout_sets(done),
+        *([("best", "step {step}, {score:.3f} ({name}), {folder}".format_map(done["best_policy"]))]
+          if done.get("best_policy") else []),
         ("trajectories", f"{count['committed']} committed, {count['trained']} trained on, "
                          f"{count['trained_twice']} twice" + _describe_dropped(count["dropped"])),
         *([("data", f"{done['rows_left_out']} rows left out, see left_out.jsonl")]
@@ -322,6 +325,11 @@ def _weights(versions: Mapping[str, int], removed: Collection[str]) -> str:
     there = [f"{who} v{version}" for who, version in versions.items() if who not in removed]
     gone = [f"{who} removed at v{version}" for who, version in versions.items() if who in removed]
     return "; ".join(", ".join(each) for each in (there, gone) if each)
+
+
+def _split(line: str) -> tuple[str, str]:
+    head, _, words = line.partition(": ")
+    return head, words
 
 
 def _speed(done: dict[str, Any]) -> list[tuple[str, str]]:

@@ -147,7 +147,8 @@ def _check_ended(
 
 def _check_begin(config: JobConfig, paths: RunPaths) -> None:
     """Checks that a run without a checkpoint can begin again."""
-    there = (each for name in ("step_*", "kept/step_*") for each in paths.checkpoints.glob(name))
+    folders = (paths.checkpoints, paths.checkpoints / "kept", paths.checkpoints / "best")
+    there = (each for folder in folders for each in folder.glob("step_*"))
     if any(there) or not isinstance(config, RunConfig):
         return
     if paths.bus.header.exists():

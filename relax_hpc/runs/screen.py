@@ -85,8 +85,11 @@ def _head(run: RunStatus) -> RenderableType:
         f"step {steps}/{total}", ProgressBar(total=total, completed=steps), left and f"{left} to go"
     )
     lines = [" · ".join(each) for each in (_results(done), _facts(run)) if each]
+    warned = done.get("not_learned_from", {}).get("said", ())
+    shown = [Text(printable(line)) for line in lines]
+    shown += [Text(printable(line), style="yellow") for line in warned]
     return Panel(
-        Group(bar, *(Text(printable(line)) for line in lines)),
+        Group(bar, *shown),
         title=title,
         title_align="left",
         box=box.ROUNDED,

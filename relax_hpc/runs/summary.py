@@ -17,6 +17,7 @@ from relax_hpc.bus.audit import BusAudit, Tally
 from relax_hpc.config import job_file
 from relax_hpc.config.run import JobConfig, RunConfig, SftRunConfig
 from relax_hpc.errors import LaunchError
+from relax_hpc.roles.training import unlearned
 from relax_hpc.runs import changes
 from relax_hpc.runs.scale.records import RUN_ENDED, ScaleState
 from relax_hpc.runtime.files import permissions
@@ -25,6 +26,7 @@ from relax_hpc.runtime.files.storage import names
 from relax_hpc.runtime.paths import BusPaths, RunPaths
 from relax_hpc.runtime.telemetry import curve, history
 from relax_hpc.runtime.telemetry.events import FREQUENT, Event, read_events
+from relax_hpc.trainer.checkpoints.best import find_best
 
 KEPT_RECORDS = 500
 """Least records of the plan for which counts are cached."""
@@ -122,12 +124,14 @@ def sum_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> dict[
     progress["changes"] = [_change(each, events) for each in changes.of_run(paths)]
     if isinstance(config, SftRunConfig):
         return progress | _of_sft(paths, events, done, config.num_steps)
+    assert isinstance(config, RunConfig)
     last = done[-1] if done else None
     counts = count(paths.bus) if paths.bus.header.exists() else NOTHING
     seen = [int(e["staleness/max"]) for e in done if "staleness/max" in e]
     return {
         **progress,
         **_heldout(events, config.num_steps),
+        "best_policy": _best(paths, config),
         "trajectories": {
             "committed": counts.committed,
             "trained": sum(e.get("num_trajectories", 0) for e in done),
@@ -150,6 +154,7 @@ def sum_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> dict[
         "checksums_equal": _checksums_equal(events),
         "last_reward": last.get("reward/mean") if last else None,
         "last_truncated": last.get("response/truncated") if last else None,
+        "not_learned_from": unlearned.summarize(done, config),
         "reward_errors": _reward_errors(events, heldout=False),
         "heldout_reward_errors": _reward_errors(events, heldout=True),
     }
@@ -160,6 +165,12 @@ def _change(change: changes.Change, events: Sequence[Event]) -> dict[str, Any]:
     began = math.inf if change.time is None else change.time
     since = (e["step"] for e in events if e["event"] == "step" and e["time"] > began)
     return {**change.to_json(), "first_step": next(since, None), "lines": change.lines()}
+
+
+def _best(paths: RunPaths, config: JobConfig) -> dict[str, Any] | None:
+    """Describes the best policy that has a checkpoint; None where nobody asked for it."""
+    found = find_best(paths, config)
+    return found and {**found._asdict(), "folder": str(found.folder.relative_to(paths.root))}
 
 
 def _count_scored(events: Sequence[Event]) -> dict[str, int]:

@@ -177,7 +177,7 @@ class RunPaths:
         return self.root / "eval" / name / f"{when}-{number}.{rank}-of-{tasks}.part"
 
     checkpoints = _Below("checkpoints")
-    """`step_<step>`; kept ones in `kept/`, damaged ones in `torn/`."""
+    """`step_<step>`; kept ones in `kept/`, the best in `best/`, damaged ones in `torn/`."""
     critic_checkpoints = _Below("critic")
     """Checkpoints of the critic."""
     exported_model = _Below("model")

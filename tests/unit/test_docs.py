@@ -145,7 +145,7 @@ def test_every_end_that_the_page_on_failures_promises_to_survive_has_a_test(head
 
 PACKAGE = ROOT / "relax_hpc"
 MOST_ALGORITHM_KEYS = 29  # two of them of distillation
-MOST_KEYS, MOST_ADVANCED_KEYS = 110, 46
+MOST_KEYS, MOST_ADVANCED_KEYS = 110, 47
 MOST_FILES, MOST_NAMES = 440, 16
 """Raised only with a line in CHANGELOG that says why."""
 MOST_WORDS_OF_A_PAGE, MOST_WORDS = 3500, 36_000

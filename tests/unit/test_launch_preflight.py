@@ -16,7 +16,7 @@ from relax_hpc.config.engines import EnginePool
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.launch import cluster, local, preflight
-from relax_hpc.launch.placement import Component
+from relax_hpc.launch.placement import Component, place
 from relax_hpc.launch.submit import submit
 from relax_hpc.roles.engine import check as engine_check
 from relax_hpc.roles.rollout import check as rollout_check
@@ -256,3 +256,19 @@ def test_following_a_log_waits_for_the_second_half_of_a_line(tmp_path, of_job):
     lines = logs.follow(submission.run_dir, "actor", until=until_the_third_round)
     assert [line.text for line in lines if line.text in ("one", "tw", "two", "three")] == [
         "one", "two", "three"]  # fmt: skip
+
+
+def test_check_says_what_a_run_takes_at_most():
+    said = []
+    engine = {"kind": "sglang", "resources": {"gpus_per_node": 4, "nodes": 2, "time": "1:30:00"}}
+    job = job_of(
+        engines__rollout=engine | {"count": 8, "engines_per_task": 4},
+        actor__resources={"gpus_per_node": 1, "time": "2:00:00"}, actor__layout={},
+        schedule={"num_steps": 10, "prompts_per_step": 64},
+        rollout={"samples_per_prompt": 8, "max_new_tokens": 1000},
+    )  # fmt: skip
+    preflight.tell_costs(job, place(job), said.append)
+    assert said == [
+        "cost: 9 GPUs, 14.0 GPU-hours at most before a requeue; "
+        "5,120 responses are trained on, of 5.1M tokens at most"
+    ]

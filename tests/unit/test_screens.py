@@ -225,9 +225,19 @@ def test_tokens_that_are_trained_and_tokens_that_are_sampled_are_told_apart(run)
     assert ["rollout-0", "active", "-", "v12", "39", "1"] in rows
     status = CliRunner().invoke(cli.app, ["status", "run"]).output
     assert "speed         691 tokens/s trained, with prompts\n" in status
+    assert "not learned from" not in watched + status
     assert "cut off" in watched and "at step 1, 4.2% of responses cut off\n" in status
     line = step_line(done, 30, None)
     assert "| 4.2% cut off |" in line and "| trained 691 tok/s |" in line
+
+
+def test_status_and_watch_say_what_is_not_learned_from(run):
+    paths = RunPaths(run.run_dir)
+    emit(paths, "actor-0", step(1) | {"response/truncated": 0.42})
+    for command in ("status", "watch"):
+        output = CliRunner().invoke(cli.app, [command, "run"]).output.replace("│", "")
+        said = "42 % of the responses are cut off and masked: rollout.max_new_tokens = "
+        assert said in " ".join(output.split()) and "not learned from" in output
 
 
 def job(slurm, count=1, **sections):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import board_runs
 import numpy as np
@@ -12,13 +13,17 @@ from roles.role_fakes import row
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from relax_hpc.bus import layout
+from relax_hpc.bus.plan import SkippedGroup
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.config import job_file
+from relax_hpc.roles.training import unlearned
 from relax_hpc.runs import summary
 from relax_hpc.runs.boards import finish
+from relax_hpc.runs.boards.run_board import CHARTS
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry import curve, events, history
+from relax_hpc.runtime.telemetry.event_table import tag
 from relax_hpc.runtime.telemetry.events import FREQUENT, EventWriter, events_of_state, read_events
 from relax_hpc.runtime.telemetry.history import Point, Points
 from relax_hpc.runtime.telemetry.progress import PaceMeter, account
@@ -453,3 +458,132 @@ def test_every_engine_counts_that_loads_by_itself_and_a_late_one_does_not_turn_t
     assert found["checksums_equal"] is False
     emit(paths, "actor", *loaded(2, "slow", True))
     assert summary.summarize(paths.root)["checksums_equal"] is True
+
+
+def job(**settings):
+    """10 groups a step; 10.5 % of what the loss sees is 10.5 % of the trained tokens."""
+    tree = {"schedule__prompts_per_step": 10, "algorithm__preset": "grpo", "run_root": "/r"}
+    return job_of(**tree | {"rollout__max_new_tokens": 512} | settings)
+
+
+def groups(teaching, solved, *skipped):
+    names = ("skipped", "skipped_solved", "skipped_retired")
+    return {"groups/teaching": teaching, "groups/solved": solved} | {
+        f"groups/{name}": number for name, number in zip(names, skipped, strict=False)
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "preset", "expected"),
+    [
+        (groups(0.6, 0.3), "grpo", {"no_spread": 0.4, "all_solved": 0.3}),
+        # 12 were skipped, of which 2 were not sampled; 8 - 2 of them and no other are solved.
+        (groups(1.0, 0.5, 12, 8, 2), "async", {"no_spread": 10 / 20, "all_solved": 6 / 20}),
+        (groups(0.6, 0.3), "reinforce_pp", {}),  # it learns from every group
+        ({"loss/clip_fraction": 0.25}, "grpo", {"clipped": 0.25}),
+        ({"loss/clip_fraction": 0.25}, "cispo", {}),  # it still teaches
+        ({"response/truncated": 0.5, "reward/errors": None}, "grpo", {"cut_off": 0.5}),
+    ],
+)
+def test_shares_of_a_step_are_of_the_groups_that_were_sampled_for_it(fields, preset, expected):
+    found = unlearned.shares(fields, job(algorithm__preset=preset))
+    assert found == pytest.approx(expected)
+
+
+def told(*steps, **settings):
+    return [each.line for each in unlearned.find(steps, job(**settings))]
+
+
+MASK, DROP = {"algorithm__groups__truncated": "mask"}, {"schedule__over_age": "drop"}
+DISTILL = {"algorithm__preset": "distill", "teachers": {"t": {"path": "m"}}}
+CUT = "of the responses are cut off and"
+ENDS = "rollout.max_new_tokens = 512 ends them; algorithm.groups.truncated ="
+NONE = "solved by all siblings, 20 % by none"
+SAID = [
+    ({"response/truncated": 0.23}, MASK, f'not learned from: 23 % {CUT} masked: {ENDS} "mask"'),
+    ({"response/truncated": 0.23}, {}, f'cut off: 23 % {CUT} kept: {ENDS} "keep" learns'),
+    ({"response/truncated": 0.1}, MASK, None),
+    (groups(0.5, 0.3), {}, f"not learned from: 50 % of the groups have no spread: 30 % {NONE};"),
+    (groups(0.9, 0.1), {}, None),
+    ({"reward/errors": 0.11}, {}, "rewards fail: 11 % of the responses have a reward that failed"),
+    ({"reward/errors": 0.11}, {"reward__on_error": "mask"}, "not learned from: 11 % of the resp"),
+    ({"staleness/over_age": 0.2}, DROP, "not learned from: 20 % of the groups are dropped, since"),
+    ({"loss/masked_fraction": 0.11}, {}, 'not learned from: 11 % of the tokens are left out by '
+     'the loss: algorithm.loss.name = "ppo_clip"'),
+    ({"loss/importance_rejected": 0.11}, {"algorithm__correction": {"name": "opsm", "delta": 0.1}},
+     "not learned from: 11 % of the tokens are left out by the correction"),
+    (groups(0.0, 0.0) | {"reward/mean": -1.0}, {}, "not learned from: all responses, since nobody "
+     "solves the task: each response of the newest step has the reward -1; reward.name = "
+     '"boxed_number" does not know what is right, or prompts.train is too hard; read some: '
+     "relax-hpc peek /r/run"),
+    (groups(0.0, 1.0) | {"reward/mean": 1.0}, {}, "not learned from: all responses, since everyb"),
+    (groups(0.0, 1.0) | {"reward/mean": 1.0}, DISTILL, None),
+    (groups(0.1, 0.0) | {"reward/mean": 0.5}, {}, "not learned from: 90 % of the groups have no"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "settings", "said"), SAID)
+def test_a_share_above_a_tenth_is_said_with_the_key_that_decides(fields, settings, said):
+    lines = told(fields, **settings)
+    assert len(lines) == (said is not None) and all(line.startswith(said) for line in lines)
+
+
+def test_each_share_is_said_by_itself_and_a_task_that_nobody_solves_in_place_of_its_groups():
+    cut = {"response/truncated": 0.2}
+    [_, second] = told(cut | groups(0.5, 0.3))
+    assert "50 % of the groups" in second
+    [first, _] = told(cut | groups(0.0, 0.0) | {"reward/mean": 0.0})
+    assert "nobody" in first
+
+
+def test_a_share_that_has_doubled_and_risen_by_five_points_within_twenty_steps_is_said():
+    def cut(*parts):
+        return told(*[{"response/truncated": part} for part in parts])
+
+    assert cut(*[0.04] * 15, *[0.09] * 5)[0].startswith(
+        f"cut off: 9 % {CUT} kept (rising from 4 %)"
+    )
+    assert not cut(*[0.04] * 15, *[0.085] * 5), "doubled, and risen by less"
+    assert not cut(*[0.045] * 15, *[0.085] * 5) and not cut(*[0.04] * 5, *[0.09] * 20)
+    assert "rising from 4 %" in cut(*[0.04] * 18, *[0.23] * 2)[0], "11.6 % on average of five"
+    assert not cut(0.04, 0.04, 0.04, 0.04, 0.23), "7.8 %, and nothing to compare with"
+
+
+def test_what_is_not_learned_from_is_said_once_until_it_has_been_away_for_twenty_steps():
+    teller, parts = unlearned.Teller(job()), [0.0, *[0.2] * 30, *[0.0] * 30, *[0.2] * 30]
+    noted = [{"step": n, "response/truncated": part} for n, part in enumerate(parts)]
+    assert [step["step"] for step in noted if teller.note(step)] == [2, 62]
+
+
+def test_a_first_batch_that_is_not_full_says_whether_nobody_solves_what_was_skipped_for_it():
+    def skipped(number, **kind):
+        made = {"solved": False, "reward": 0.0} | kind
+        return [SkippedGroup(n, "u", 8, 1, n, **made) for n in range(number)]
+
+    teller = unlearned.Teller(job(**MASK))
+    assert not teller.note_skipped(1, [*skipped(19), *skipped(9, solved=True, retired=True)])
+    assert not teller.note_skipped(1, [*skipped(19), *skipped(1, solved=True)])
+    [line] = teller.note_skipped(1, skipped(20))
+    assert line.startswith("not learned from: 20 prompt groups, skipped for step 1 so far: nobody ")
+    assert not teller.note_skipped(1, skipped(21)), "once"
+    assert "everybody solves them; " in teller.note_skipped(1, skipped(20, solved=True))[0]
+    assert "all of the responses are cut" in teller.note_skipped(1, skipped(20, truncated=True))[0]
+
+
+def test_the_summary_has_the_shares_of_the_newest_steps_as_numbers(paths):
+    emit(
+        paths, "actor", *[("step", {"step": n, "response/truncated": n / 40}) for n in range(1, 8)]
+    )
+    found = summary.summarize(paths.root)["not_learned_from"]
+    assert found["shares"] == {"cut_off": pytest.approx(5 / 40)} and len(found["said"]) == 1
+
+
+def test_the_chart_of_what_is_not_learned_from_has_a_line_of_each_share():
+    fields = (
+        "response/truncated", "groups/no_spread", "reward/errors", "staleness/over_age",
+        "loss/masked_fraction", "loss/clip_fraction", "loss/importance_rejected",
+    )  # fmt: skip
+    [chart] = [each for each in CHARTS["The run"] if each.title == "not learned from"]
+    lines = re.compile("|".join(chart.tags))
+    assert [name for name in fields if not lines.fullmatch(tag("step", name))] == []
+    assert not lines.fullmatch(tag("step", "loss/ratio"))

@@ -115,6 +115,8 @@ def main(rank: ModelRank[RunConfig]) -> None:
     loop.run(config, world, trainer, reader, duties, stages)
     stop.close()
     loop.serve(world, trainer, duties, last.wait_for_wanted if last else None)
+    if rank0:
+        checkpoints.prune()  # now that the last scores are there
     duties.close()
     lease.close()
     start.end()

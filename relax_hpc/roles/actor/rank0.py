@@ -10,7 +10,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -26,6 +27,7 @@ from relax_hpc.roles.dealing.portions import Batch, Portion, name_shards, with_s
 from relax_hpc.roles.idle import Idle
 from relax_hpc.roles.rollout.heldout import Due, ScoreBoard, awaited_at, last_of
 from relax_hpc.roles.training.duties import Duties, StepRecord, note_skipped, nothing
+from relax_hpc.roles.training.unlearned import FIRST, Teller, fields_of
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry.events import EventWriter
 from relax_hpc.runtime.telemetry.timers import Timers
@@ -107,7 +109,8 @@ class ActorRank0(Duties[Portion]):
         self._reader, self._batch = reader, Batch(config, reader)
         refills = isinstance(config.algorithm.groups, Refill)
         self._lookout = Lookout(sequencer) if refills else None
-        self._record = StepRecord(events, config.schedule.num_steps)
+        self._teller = Teller(config)
+        self._record = StepRecord(events, config.schedule.num_steps, self._teller)
         self._num_bytes = 0
         self._shards: dict[int, str] = {}
         """guid -> shard, for the prompt groups of this step."""
@@ -128,7 +131,7 @@ class ActorRank0(Duties[Portion]):
                     min_tokens=self._config.tokens_per_portion,
                     timeout_s=self._config.launch.advanced.peer_timeout_s,
                     may_lack_groups=self._config.launch.layout == "separate",
-                    on_wait=self._look_up,
+                    on_wait=partial(self._look_up, step),
                 )
         except _Interrupted:
             return None
@@ -161,7 +164,16 @@ class ActorRank0(Duties[Portion]):
         fields = {**self._batch.describe(step), **fields}
         if self._lookout:
             fields |= with_skipped(fields, self.sequencer.find_skipped(step), self._config)
+        if self._config.schedule.over_age == "drop":
+            fields["staleness/over_age"] = self._share_dropped(step, fields)
+        fields |= fields_of(fields, self._config)
         self._record.end_step(step, fields, timers)
+
+    def _share_dropped(self, step: int, fields: Mapping[str, float]) -> float:
+        """Returns which part of the groups for a batch was dropped, since they were over age."""
+        dropped = self.sequencer.count_over_age(step)
+        sampled = self._config.schedule.prompts_per_step + fields.get("groups/skipped", 0)
+        return dropped / (dropped + sampled)
 
     def note_gap(self, step: int, gap: LogprobGap, limit: float) -> None:
         """Logs the gap between the engines' logprobs and the trainer's.
@@ -263,8 +275,11 @@ class ActorRank0(Duties[Portion]):
         if not verified.equal:
             log.error("engines hold other weights than the trainer: %s", verified)
 
-    def _look_up(self) -> None:
+    def _look_up(self, step: int) -> None:
         self._idle.note(idle=self.sequencer.lacks_groups())
+        skipped = self.sequencer.find_skipped(step) if self._lookout and step <= FIRST else []
+        for line in self._teller.note_skipped(step, skipped):
+            log.warning("%s", line)
         self._look_around()
 
     def _look_around(self) -> None:

@@ -143,6 +143,9 @@ class Batch:
         found = self._means_of_parts(first)
         if counts.any():  # where all have failed there is no mean
             found["reward/mean"] = float(rewards[counts].mean())
+        if self._config.schedule.over_age == "mask":
+            is_late = lag > self._config.schedule.max_staleness
+            found["staleness/over_age"] = float(is_late.mean())
         if self._config.replays_routing:
             found["routing/mixed"] = float(mixed.mean())
         return found | {

@@ -17,7 +17,7 @@ from relax_hpc.runtime.comm.torch_group import init_torch, own_device
 from relax_hpc.runtime.comm.world import World
 from relax_hpc.runtime.telemetry.events import EventWriter
 from relax_hpc.runtime.telemetry.timers import Timers
-from relax_hpc.trainer.checkpoints import saving
+from relax_hpc.trainer.checkpoints import best, saving
 from relax_hpc.trainer.checkpoints.saving import Saving, SavingRank0
 from relax_hpc.trainer.checkpoints.store import Checkpoint, Checkpoints, P
 from relax_hpc.trainer.megatron import fit
@@ -78,12 +78,14 @@ def checkpoints_on_plan(
     rank: ModelRank[RunConfig], when: SavingConfig, folder: Path
 ) -> Checkpoints[PlanPosition]:
     """Makes the checkpoints of a model that learns from planned batches."""
-    paths = rank.paths
+    paths, name, stay = rank.paths, rank.config.actor.advanced.keep_best, None
+    if name is not None and folder == paths.checkpoints:
+        stay = partial(best.to_keep, paths, name, rank.config.eval[name].every)
     return saving.checkpoints_of(
         when, paths, rank.world, PlanPosition,
         timeout_s=rank.config.launch.advanced.peer_timeout_s,
         is_valid=lambda position: is_planned(paths.bus, position),
-        lacks=partial(saving.lack_of, paths), folder=folder,
+        lacks=partial(saving.lack_of, paths), best=stay, folder=folder,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from relax_hpc.errors import TrainingError
+from relax_hpc.roles.training.unlearned import Teller
 from relax_hpc.runtime.comm.world import World
 from relax_hpc.runtime.telemetry.events import EventWriter
 from relax_hpc.runtime.telemetry.progress import PaceMeter, account, step_line
@@ -74,10 +75,15 @@ class Duties(Generic[T_co]):
 
 
 class StepRecord:
-    """Logs a trainer's steps, on rank 0."""
+    """Logs a trainer's steps, on rank 0.
 
-    def __init__(self, events: EventWriter, num_steps: int) -> None:
+    Args:
+        teller: of what is not learned from, if anything is sampled.
+    """
+
+    def __init__(self, events: EventWriter, num_steps: int, teller: Teller | None = None) -> None:
         self._events, self._num_steps, self._pace = events, num_steps, PaceMeter()
+        self._teller = teller
 
     def end_step(self, step: int, fields: dict[str, Any], timers: Timers) -> None:
         """Logs a step with its speed; `num_tokens` is among the fields."""
@@ -88,6 +94,8 @@ class StepRecord:
         self._events.emit("step", step=step, eta_s=eta_s, **fields)
         self._events.emit("phases", step=step, phases=timers.phases)
         log.info("%s", step_line({"step": step, **fields}, self._num_steps, eta_s))
+        for line in self._teller.note({"step": step, **fields}) if self._teller else ():
+            log.warning("%s", line)
 
 
 def note_skipped(

@@ -129,6 +129,11 @@ Setting = bool | float | str
 _LEFT_OUT = ("run_root", "launch", "notify", "boards", "bus", "resources")
 """Keys about where and how a run runs, rather than what it computes."""
 
+UNLEARNED = (
+    "rollout/response/truncated", "reward/groups/no_spread", "reward/errors", "staleness/over_age",
+    "loss/(masked_fraction|clip_fraction|importance_rejected)",
+)  # fmt: skip
+"""Tags of what `roles.training.unlearned` tells."""
 CHARTS: Mapping[str, list[Chart]] = {
     "The run": [
         Chart("reward in training", ["reward/mean"]),
@@ -138,6 +143,7 @@ CHARTS: Mapping[str, list[Chart]] = {
         Chart("entropy", ["loss/entropy"]),
         Chart("tokens of a response", ["rollout/response/.*"]),
         Chart("staleness", ["staleness/mean", "staleness/max"]),
+        Chart("not learned from", UNLEARNED),
     ],
     "Speed": [
         Chart("trained tokens per second, with prompts", ["trainer/tokens_per_s"]),

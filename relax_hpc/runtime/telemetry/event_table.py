@@ -275,12 +275,15 @@ EVENTS: dict[str, EventKind] = {
             "were skipped",
             "parts/...": "mean of each part of the reward over the batch's episodes that have it; "
             "where all have all of them, those without a slash add up to reward/mean",
-            "staleness/...": "mean, max over episodes, of the oldest token",
+            "staleness/...": "mean, max over episodes, of the oldest token; over_age: by "
+            "schedule.over_age, part of the groups that were dropped for this batch, or of its "
+            "episodes with tokens left out",
             "response/...": "mean tokens of an episode behind its prompts; truncated: part of the "
             "episodes",
             "groups/...": "parts of the prompt groups: solved, teaching; with refill how many were "
             "skipped for this batch, how many of those are solved, and how many were not sampled, "
-            "since their prompt is retired: skipped, skipped_solved, skipped_retired",
+            "since their prompt is retired: skipped, skipped_solved, skipped_retired; no_spread: "
+            "part of those sampled, skipped ones included, if the algorithm compares siblings",
             "batch/...": "portions, micro_batches per rank, imbalance of tokens over ranks",
             "data/...": "SFT: epoch, truncated, left_out",
             "kl/...": "to the reference: mean",

@@ -4,8 +4,9 @@ GPU.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from relax_hpc.runtime.files.scratch import scratch_folder
 from relax_hpc.runtime.files.storage import FULL
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.trainer.checkpoints import store
+from relax_hpc.trainer.checkpoints.best import find_best
 from relax_hpc.trainer.megatron import checkpoint_files, hf_stream, hf_weights
 from relax_hpc.trainer.megatron.checkpoint_files import MANIFEST, Box, StoredCheckpoint
 from relax_hpc.trainer.megatron.layers import lora as layers
@@ -32,7 +34,16 @@ from relax_hpc.trainer.models.registry import FAMILIES, parameters, read_archite
 _FORMATS = ("hf", "megatron", "peft")
 
 
-def convert(what: Path, to: str, *, out: Path | None, step: int | None, model: Path | None) -> Path:
+def convert(
+    what: Path,
+    to: str,
+    *,
+    out: Path | None,
+    step: int | None,
+    model: Path | None,
+    best: bool = False,
+    card: Callable[[RunPaths, int, Path], None] | None = None,
+) -> Path:
     """Converts weights, and returns the folder of the result.
 
     Args:
@@ -41,6 +52,8 @@ def convert(what: Path, to: str, *, out: Path | None, step: int | None, model: P
         out: must not exist; where a run is converted to hf, its hf/step_<step> by default.
         step: of the checkpoint of a run; the newest by default.
         model: Hugging Face folder with config.json and tokenizer; by default that of the run.
+        best: take the run's best policy (`actor.advanced.keep_best`).
+        card: adds files about a run and a step of it to a folder, before it appears.
 
     Raises:
         ConfigError: an input is missing, or the output exists.
@@ -55,7 +68,7 @@ def convert(what: Path, to: str, *, out: Path | None, step: int | None, model: P
         out = find_free(out, f"{what}: say with --out where the checkpoint is to be")
         to_megatron(what, out)
         return out
-    folder, run = _checkpoint(what, step)
+    folder, run = _checkpoint(what, _best_step(what, step) if best else step)
     if model is None:
         _refuse_unless(
             run is not None, f"{folder}: is not within a run; say with --model which Hugging Face "
@@ -69,8 +82,24 @@ def convert(what: Path, to: str, *, out: Path | None, step: int | None, model: P
         permissions.check_change(run, "say with --out where to write")
     out = find_free(out or default, f"{folder}: say with --out where to write")
     write = to_hf if to == "hf" else to_peft
-    write(folder, model, out)
+    write(folder, model, out, *([partial(card, run, saved_step or 0)] if card and run else []))
     return out
+
+
+def _nothing(_: Path) -> None: ...
+
+
+def _best_step(what: Path, step: int | None) -> int:
+    paths = RunPaths(what)
+    _refuse_unless(step is None, f"--best and --step {step}: give one of them")
+    _refuse_unless(paths.config.is_file(), f"{what}: is no run; --best chooses among those of one")
+    found = find_best(paths, read_resolved(paths.config))
+    if found is None:
+        raise ConfigError(
+            f"{what}: has no best policy: actor.advanced.keep_best was not set, or no checkpoint "
+            "has a score yet; choose one with --step"
+        )
+    return found.step
 
 
 def _checkpoint(what: Path, step: int | None) -> tuple[Path, RunPaths | None]:
@@ -110,12 +139,15 @@ _OTHER_NAMES = (
 """Our parameter names -> those in Megatron's checkpoints, which all its layer types read."""
 
 
-def to_hf(checkpoint: Path, model: Path, out: Path) -> None:
+def to_hf(
+    checkpoint: Path, model: Path, out: Path, also: Callable[[Path], None] = _nothing
+) -> None:
     """Writes the weights of a checkpoint as a folder that loads like `model`, adapters merged.
 
     Args:
         model: a Hugging Face folder of the same architecture, the source of all but the weights.
         out: appears when it is complete.
+        also: adds files to the folder before.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, or was removed meanwhile.
@@ -130,14 +162,18 @@ def to_hf(checkpoint: Path, model: Path, out: Path) -> None:
     )
     with appear(out) as draft:
         hf_folder.write(draft, tensors, model)
+        also(draft)
 
 
-def to_peft(checkpoint: Path, model: Path, out: Path) -> None:
+def to_peft(
+    checkpoint: Path, model: Path, out: Path, also: Callable[[Path], None] = _nothing
+) -> None:
     """Writes the adapters of a checkpoint as a folder that peft loads onto the model.
 
     Args:
         model: the Hugging Face folder that they were trained on.
         out: appears when it is complete.
+        also: adds files to the folder before.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, or was removed meanwhile.
@@ -175,6 +211,7 @@ def to_peft(checkpoint: Path, model: Path, out: Path) -> None:
         (draft / "adapter_config.json").write_text(
             json.dumps(record, indent=2) + "\n", encoding="utf-8"
         )
+        also(draft)
 
 
 def check_fits(checkpoint: Path, shape: Architecture, *, has_vocabulary: bool = True) -> None:

@@ -1,7 +1,7 @@
 """Saves a run when a save is due: checkpoints beside training, and Hugging Face exports."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -63,12 +63,13 @@ def checkpoints_of(
     timeout_s: float,
     is_valid: Callable[[P], bool] = lambda _: True,
     lacks: Callable[[P], str] = lambda _: "",
+    best: Callable[[Collection[int]], Collection[int]] | None = None,
     folder: Path | None = None,
 ) -> Checkpoints[P]:
     """Makes the checkpoints of a run, kept as its settings say.
 
     Args:
-        timeout_s: like `is_valid` and `lacks`, as in `Checkpoints`.
+        timeout_s: like `is_valid`, `lacks` and `best`, as in `Checkpoints`.
         folder: of them; the policy's by default.
     """
     return Checkpoints(
@@ -77,6 +78,7 @@ def checkpoints_of(
         position_type,
         keep=config.keep_checkpoints,
         keep_every=config.keep_every,
+        best=best,
         beside_training=True,
         timeout_s=timeout_s,
         is_valid=is_valid,

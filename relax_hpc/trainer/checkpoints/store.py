@@ -16,7 +16,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from relax_hpc.runtime.files.storage import (
     names,
     patiently,
 )
+from relax_hpc.trainer.checkpoints.best import BEST, KEPT
 from relax_hpc.trainer.training_engine import CheckpointPart, TrainingEngine
 
 log = logging.getLogger(__name__)
@@ -198,7 +199,6 @@ MAX_FAILURES = 3
 _PROGRESS = "progress.json"
 _NAME = re.compile(r"step_(\d{8,})")
 _LEFT_BEHIND = re.compile(r"\.step_\d+\.[0-9a-f]+\.(draft|old)")
-_KEPT = "kept"
 _TORN = "torn"
 
 
@@ -242,6 +242,8 @@ class Checkpoints(Generic[P]):
     Args:
         keep_every: multiples of this step are kept for good, in a folder of their own; 0 keeps
             none.
+        best: returns which of some steps stay in `best/`, unless they are kept anyway; None keeps
+            none, and leaves that folder alone. Called on rank 0.
         beside_training: whether to write while training continues, or before `save` returns.
         timeout_s: how long a rank waits for the others' parts.
         is_valid: whether a position is on this run's plan; a superseded trainer may have left a
@@ -258,6 +260,7 @@ class Checkpoints(Generic[P]):
         *,
         keep: int,
         keep_every: int = 0,
+        best: Callable[[Collection[int]], Collection[int]] | None = None,
         beside_training: bool = False,
         timeout_s: float = 1800,
         is_valid: Callable[[P], bool] = lambda _: True,
@@ -265,7 +268,7 @@ class Checkpoints(Generic[P]):
     ) -> None:
         self._root, self._world, self._keep, self._is_valid = root, world, keep, is_valid
         self._lacks = lacks
-        self._keep_every, self._beside_training = keep_every, beside_training
+        self._keep_every, self._best, self._beside_training = keep_every, best, beside_training
         self._position_type, self._timeout_s = position_type, timeout_s
         self._pending: PendingSave | None = None
         self._num_failures = 0
@@ -392,7 +395,8 @@ class Checkpoints(Generic[P]):
     def _list_kept(self) -> list["Checkpoint[P] | _Unreadable"]:
         """Returns those that a run can still continue from, newest first."""
         usable = []
-        for found in self._find(self._root / _KEPT):
+        aside = [each for name in (BEST, KEPT) for each in self._find(self._root / name)]
+        for found in sorted(aside, key=lambda each: each.step):
             if isinstance(found, Checkpoint) and (lack := self._lacks(found.position)):
                 log.warning("%s: nothing can go on from it: %s", found.folder, lack)
             else:
@@ -435,23 +439,42 @@ class Checkpoints(Generic[P]):
         self._refuse_to_replace_newer(folder, position)
         # One of this step is torn, or of a superseded trainer: else the run had resumed from it.
         patiently(folder, lambda: _replace(folder, draft))
+        self.prune()
+
+    def prune(self) -> None:
+        """Deletes on rank 0 all but those that are to stay, as every save does at its end."""
         try:
             patiently(self._root, self._rotate, small=True, damage_s=DAMAGE_S)
         except OSError as error:  # the new one is there all the same, and the next will try again
             log.warning("%s: an old checkpoint cannot be removed: %s", self._root, error)
 
     def _rotate(self) -> None:
-        """Deletes all but the `keep` newest, and the remains of earlier attempts."""
-        for old in self.complete()[: -self._keep]:
+        """Deletes all but the `keep` newest and the best, and the remains of earlier attempts.
+
+        Killed at any moment, it leaves the best: that moves by a rename.
+        """
+        found, best = self.complete(), self._choose_best()
+        for old in found[: -self._keep]:
             if self._keep_every and old.step % self._keep_every == 0:
-                kept = self._root / _KEPT / old.folder.name
-                kept.parent.mkdir(exist_ok=True)
-                _delete(kept)
-                old.folder.rename(kept)
+                _put_aside(old.folder, self._root / KEPT)
+            elif old.step in best:
+                _put_aside(old.folder, self._root / BEST)
             else:
                 _delete(old.folder)
-        for doomed in _list(self._root, ".step_*.old"):
-            shutil.rmtree(doomed)
+        if self._best is not None:
+            for old_best in _list(self._root / BEST, "step_*"):
+                if step_of(old_best) not in best:
+                    _delete(old_best)
+        for root in (self._root, self._root / BEST):
+            for doomed in _list(root, ".step_*.old"):
+                shutil.rmtree(doomed)
+
+    def _choose_best(self) -> Collection[int]:
+        if self._best is None:
+            return ()
+        roots = (self._root, self._root / BEST, self._root / KEPT)
+        steps = {step_of(folder) for root in roots for folder in _list(root, "step_*")}
+        return self._best([step for step in steps if step is not None])
 
     def _refuse_to_replace_newer(self, folder: Path, position: P) -> None:
         if progress := read_json(folder / _PROGRESS):
@@ -480,10 +503,10 @@ class Checkpoints(Generic[P]):
 def whole(
     root: Path, position_type: Callable[..., P], is_valid: Callable[[P], bool]
 ) -> list[Checkpoint[P]]:
-    """Returns the valid checkpoints, by step, including those kept for good."""
+    """Returns the valid checkpoints, by step, including those kept for good and the best."""
     found = [
         checkpoint
-        for folder in (root / _KEPT, root)
+        for folder in (root / BEST, root / KEPT, root)
         for checkpoint in Checkpoints(
             folder, SoloWorld(), position_type, keep=1, is_valid=is_valid
         ).complete()
@@ -492,14 +515,16 @@ def whole(
 
 
 def find(root: Path, step: int | None) -> Path:
-    """Returns the folder of the newest checkpoint or of `step`'s, also one kept for good.
+    """Returns the folder of the newest checkpoint or of `step`'s, also one kept for good or as the
+    best.
 
     Raises:
         CheckpointError: there is none.
     """
     kept = {
         found: folder
-        for folder in (*root.glob(f"{_KEPT}/step_*"), *root.glob("step_*"))
+        for pattern in (f"{BEST}/step_*", f"{KEPT}/step_*", "step_*")
+        for folder in root.glob(pattern)
         if (found := step_of(folder)) is not None
     }
     if not kept:
@@ -533,6 +558,12 @@ def _replace(folder: Path, draft: Path) -> None:
         sync(draft)
         draft.rename(folder)
     sync(folder.parent)
+
+
+def _put_aside(folder: Path, root: Path) -> None:
+    root.mkdir(exist_ok=True)
+    _delete(root / folder.name)
+    folder.rename(root / folder.name)
 
 
 def _delete(folder: Path) -> None:

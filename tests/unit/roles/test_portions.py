@@ -239,7 +239,8 @@ def test_parts_of_a_reward_are_means_over_the_episodes_of_the_batch_that_have_th
 def test_what_is_said_of_a_batch_is_of_all_its_portions():
     first = index(REWARDS, oldest=[4] * 4 + [3] * 4 + [2] * 4)
     second = index([1, 1, 1, 1], [3] * 4, [7] * 4, oldest=[1] * 4, guid=3)
-    batch = batch_of(first, second, actor__tokens_per_micro_batch=24)
+    late = {"schedule__over_age": "mask", "schedule__max_staleness": 2}
+    batch = batch_of(first, second, actor__tokens_per_micro_batch=24, **late)
     for portion in (record(3, 0, last=False), record(1, 1)):
         batch.deal(portion)
     assert batch.describe(5) == {
@@ -248,6 +249,7 @@ def test_what_is_said_of_a_batch_is_of_all_its_portions():
         "reward/errors": 0.0,
         "staleness/mean": (0 + 1 + 2 + 3) / 4,  # step 5 trains policy 4
         "staleness/max": 3,
+        "staleness/over_age": 4 / 16,
         "num_trajectories": 16,
         "num_tokens": 24 + 32 + 12 + 28,
         "response/mean": (32 + 28) / 16,

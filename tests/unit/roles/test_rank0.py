@@ -9,7 +9,7 @@ import pytest
 from role_fakes import Events, Journal, NobodyElse, config, index_of, row
 
 from relax_hpc.bus import layout
-from relax_hpc.bus.plan import PlanPosition, PlanRecord, ShardRange
+from relax_hpc.bus.plan import PlanPosition, PlanRecord, ShardRange, SkippedGroup
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
@@ -33,6 +33,10 @@ DONE = Published(
 )
 
 
+UNSOLVED = SkippedGroup(1, "u", 8, 1, 1, solved=False, reward=0.0)
+TAUGHT = {"num_tokens": 1, "reward/mean": 0.5, "groups/teaching": 0.875, "groups/solved": 0.0}
+
+
 class FakeSequencer:
     duplicates = 6
 
@@ -44,6 +48,9 @@ class FakeSequencer:
 
     def find_skipped(self, step):
         return []
+
+    def count_over_age(self, step):
+        return 16
 
     def advance(self, **credit):
         self.journal.note("advance", credit)
@@ -242,6 +249,25 @@ def test_a_step_is_noted_with_its_speed(monkeypatch):
         "time/other": 2.0, "time/step": 4.0, "tokens_per_s": 25.0,
     }  # fmt: skip
     assert events.of("phases") == [{"step": 3, "phases": ["phase"]}]
+
+
+def test_a_step_notes_and_the_log_says_what_is_not_learned_from(monkeypatch, caplog):
+    """Of 32 groups, and as many that were skipped, 36 have no spread."""
+    monkeypatch.setattr(FakeSequencer, "find_skipped", lambda *_: [UNSOLVED] * 64)
+    drop = {"schedule__prompts_per_step": 32, "schedule__over_age": "drop"}
+    rank0, _, events = rank0_of(Journal(), records=[portion(0, (5,))], **drop)
+    rank0.next_task(1, Timers())
+    [said] = caplog.messages
+    assert said.startswith("not learned from: 64 prompt groups, skipped for step 1 so far: nobody")
+    caplog.clear()
+    monkeypatch.setattr(FakeSequencer, "find_skipped", lambda *_: [UNSOLVED] * 32)
+    monkeypatch.setattr(rank0._batch, "describe", lambda step: TAUGHT)
+    for step in (2, 3):
+        rank0.end_step(step, {}, SimpleNamespace(seconds={}, phases=[], elapsed=1.0))
+    told = [(step["groups/no_spread"], step["staleness/over_age"]) for step in events.of("step")]
+    assert told == [(36 / 64, 16 / 80)] * 2
+    begins = [line[:34] for line in caplog.messages]
+    assert begins == ["not learned from: 56 % of the grou", "not learned from: 20 % of the grou"]
 
 
 def test_the_record_of_a_step_says_what_its_batch_was_like_and_no_other():

@@ -144,7 +144,7 @@ def test_checkpoints_are_kept_and_waited_for_as_the_settings_say(tmp_path, monke
     given = []
     monkeypatch.setattr(saving, "Checkpoints", lambda *args, **kwargs: given.append((args, kwargs)))
     made = config(actor__keep_checkpoints=3, actor__keep_every=40, actor__save_every=10).actor
-    how = {"timeout_s": 77, "is_valid": bool, "lacks": str}
+    how = {"timeout_s": 77, "is_valid": bool, "lacks": str, "best": list}
     saving.checkpoints_of(made, RunPaths(tmp_path), "world", tuple, **how)
     [(_, found)] = given
     assert found == how | {"keep": 3, "keep_every": 40, "beside_training": True}
