@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from relax_hpc.config.job_file import read_resolved
 from relax_hpc.errors import ConfigError, ends_of, none_of
-from relax_hpc.launch.placement import place
+from relax_hpc.launch.placement import count_gpus
 from relax_hpc.runs import changes
 from relax_hpc.runtime.files.records import read_json
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.telemetry import curve, history, picture
-from relax_hpc.runtime.telemetry.events import FREQUENT, Event, read_events
+from relax_hpc.runtime.telemetry.events import FREQUENT, read_events
 from relax_hpc.runtime.text import align_lines
 
 if TYPE_CHECKING:
@@ -138,9 +138,7 @@ def _read(path: Path, heldout: str | None) -> list[ComparedRun]:
 def _read_run(run_dir: Path, heldout: str | None) -> ComparedRun:
     paths = RunPaths(run_dir)
     config = read_resolved(paths.config)
-    gpus = sum(
-        each.resources.gpus_per_node * each.nodes for each in place(config) if each.on is None
-    )
+    gpus = count_gpus(config)
     events = read_events(paths.events_folder, but=FREQUENT)
     scores = history.heldout(events, every_set=heldout is not None)
     if heldout is not None:
@@ -148,11 +146,11 @@ def _read_run(run_dir: Path, heldout: str | None) -> ComparedRun:
         scores = [each for each in scores if each.name == heldout]
         if not scores:
             raise ConfigError(f"--heldout {none_of(heldout, sets)}, in {run_dir.name}")
-    done, spans = history.steps(events), _attempts(events)
+    done, spans = history.steps(events), history.attempts(events)
     points = dict[int, ScoredStep]()
     for each in scores:
         tokens = sum(step.get("num_tokens", 0) for step in done if step["step"] <= each.version)
-        minutes = _elapsed(spans, each.time) / 60
+        minutes = history.elapsed_s(spans, each.time) / 60
         points[each.version] = ScoredStep(
             each.version, minutes, each.reward, each.truncated, tokens, minutes * gpus / 60
         )
@@ -164,23 +162,6 @@ def _read_run(run_dir: Path, heldout: str | None) -> ComparedRun:
         {key: value for key, value in flat.items() if not _NOT_SETTINGS.fullmatch(key)},
         scores[-1].num_samples if scores else None,
     )
-
-
-def _attempts(events: Sequence[Event]) -> list[tuple[float, float]]:
-    """Returns first and last time of each attempt; events are in order of time."""
-    spans = dict[str, tuple[float, float]]()
-    attempt = ""
-    for event in events:
-        if event["event"] == "start":
-            attempt = str(event.get("attempt"))
-        begun = spans.get(attempt, (event["time"], 0.0))[0]
-        spans[attempt] = (begun, event["time"])
-    return list(spans.values())
-
-
-def _elapsed(spans: Sequence[tuple[float, float]], time: float) -> float:
-    """Returns the seconds of attempts before a time."""
-    return sum(max(0.0, min(time, end) - begun) for begun, end in spans)
 
 
 def _read_table(path: Path) -> list[ComparedRun]:

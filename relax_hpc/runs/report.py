@@ -184,6 +184,7 @@ def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
     done = run.progress
     rows = [("steps", f"{done['steps_done']} of {done['num_steps']}" + _pace(run))]
     rows = [*_verdict(run), *_times(run), *doing(run), *rows, *_changes(done["changes"])]
+    rows += _cost(done["gpu_hours"])
     rows += _torn(done["torn_checkpoints"]) + _redone(done["redone"])
     rows += _describe_announced_ends(done["announced_ends"])
     rows += _parameters(done["parameters"])
@@ -231,6 +232,13 @@ def _changes(done: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def _ago(then: float) -> str:
     return f"{duration(max(0.0, time.time() - then))} ago"
+
+
+def _cost(hours: dict[str, float | None] | None) -> list[tuple[str, str]]:
+    if hours is None:
+        return []
+    left = f", about {hours['left']:.2f} to go" if hours["left"] else ""
+    return [("cost", f"{hours['used']:.2f} GPU-hours{left}")]
 
 
 def _torn(found: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -17,6 +17,7 @@ from relax_hpc.bus.audit import BusAudit, Tally
 from relax_hpc.config import job_file
 from relax_hpc.config.run import JobConfig, RunConfig, SftRunConfig
 from relax_hpc.errors import LaunchError
+from relax_hpc.launch.placement import count_gpus
 from relax_hpc.roles.training import unlearned
 from relax_hpc.runs import changes
 from relax_hpc.runs.scale.records import RUN_ENDED, ScaleState
@@ -121,6 +122,7 @@ def sum_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> dict[
     done = history.steps(events)
     progress = _progress(events, config.num_steps)
     progress["announced_ends"] = _list_announced_ends(paths, events)
+    progress["gpu_hours"] = _cost(config, events, progress["eta_s"])
     progress["changes"] = [_change(each, events) for each in changes.of_run(paths)]
     if isinstance(config, SftRunConfig):
         return progress | _of_sft(paths, events, done, config.num_steps)
@@ -209,6 +211,17 @@ def _progress(events: Sequence[Event], num_steps: int) -> dict[str, Any]:
             if event["event"] == "checkpoint_torn"
         ],
     }
+
+
+def _cost(
+    config: JobConfig, events: Sequence[Event], eta_s: float | None
+) -> dict[str, float | None] | None:
+    """Describes the GPU-hours of all attempts, and those to go at the present pace; None without
+    GPUs."""
+    gpus = count_gpus(config)
+    used_s = history.elapsed_s(history.attempts(events), math.inf)
+    left = None if eta_s is None else eta_s * gpus / 3600
+    return {"used": used_s * gpus / 3600, "left": left} if gpus else None
 
 
 def _parameters(events: Sequence[Event]) -> dict[str, int] | None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from relax_hpc.cli.main import app
 from relax_hpc.errors import ConfigError
-from relax_hpc.runs import compare, overview, sweep
+from relax_hpc.runs import compare, overview, summary, sweep
 from relax_hpc.runtime.paths import RunPaths
 
 
@@ -63,13 +63,16 @@ def test_seeds_are_one_group_with_their_mean_band_and_error(run):
 
 
 def test_minutes_and_gpu_hours_do_not_count_the_queue_between_two_attempts(run):
-    [group] = compare.collect([run("a", [0.1, 0.2, 0.9, 0.9], gap=86400.0)])
+    path = run("a", [0.1, 0.2, 0.9, 0.9], gap=86400.0)
+    [group] = compare.collect([path])
     minutes = [point.minutes for point in group.members[0].points]
     assert minutes == pytest.approx([0, 1, 2, 3])
     assert [p.tokens for p in group.members[0].points] == [0, 100, 200, 300]
     [there] = group.reached(0.5)
     assert (there.step, there.gpu_hours) == (2, pytest.approx(4 / 60))  # two GPUs, two minutes
     assert group.reached(0.95) == [None]
+    used = summary.summarize(path)["gpu_hours"]["used"]
+    assert used == pytest.approx(6 / 60)
 
 
 def test_a_table_that_it_wrote_stands_beside_runs_again(run, tmp_path):

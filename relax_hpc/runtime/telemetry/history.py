@@ -225,6 +225,23 @@ def _measure_repeated_s(events: Sequence[Event], begin: float, until: float, end
     return float(sum(max(last - first, 0.0) for first, last in spans))
 
 
+def attempts(events: Sequence[Event]) -> list[tuple[float, float]]:
+    """Returns first and last time of each attempt of the job; events are in order of time."""
+    spans = dict[str, tuple[float, float]]()
+    attempt = ""
+    for event in events:
+        if event["event"] == "start":
+            attempt = str(event.get("attempt"))
+        begun, _ = spans.get(attempt, (event["time"], 0.0))
+        spans[attempt] = (begun, event["time"])
+    return list(spans.values())
+
+
+def elapsed_s(spans: Sequence[tuple[float, float]], until: float) -> float:
+    """Returns the seconds of attempts before a time; waits in the queue do not count."""
+    return sum(max(0.0, min(until, end) - begun) for begun, end in spans)
+
+
 class Point(NamedTuple):
     tag: str
     step: int
