@@ -1,6 +1,7 @@
 """A real Slurm cluster of virtual nodes, for as long as the tests run."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,8 @@ def own_state(tmp_path_factory):
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
     for name in ("RELAX_PROFILE", "RELAX_RUN_ROOT"):
         os.environ.pop(name, None)
+    # A shell that runs them in the background has it ignored, here and in what tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

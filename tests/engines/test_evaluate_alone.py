@@ -112,8 +112,6 @@ def test_one_that_is_interrupted_ends_its_engine_and_is_completed_by_the_same_co
     process = subprocess.Popen(
         [program, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
-        # Who runs tests in the background of a script ignores Ctrl-C, and so would this one.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     run_dir = place / "runs" / f"slow-{end.name}"
     part = run_dir / "eval" / "easy" / "before-0.0-of-1.part"

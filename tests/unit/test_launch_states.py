@@ -223,7 +223,6 @@ def test_whatever_fails_between_sbatchs_answer_and_the_record_cancels_the_job(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_job_is_cancelled_whose_sbatch_was_asked_as_ctrl_c_came(slurm, number):  # O1
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # beside a shell it may be ignored
     slurm.leaves(1)
     sbatch = slurm.folder / "sbatch"
     told = f'echo "9+0|${{@: -1}}" > commands; kill -{number} {os.getpid()}; sleep 20\n'

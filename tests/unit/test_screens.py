@@ -51,8 +51,6 @@ def on_terminal(*words, until=b"", **environment):
     pid, terminal = pty.fork()
     if pid == 0:
         try:
-            # Who runs tests in the background of a script ignores Ctrl-C, and so would this one.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
             for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
                 os.environ.pop(name, None)
