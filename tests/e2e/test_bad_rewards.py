@@ -30,5 +30,5 @@ def test_a_run_whose_reward_fails_too_often_ends_and_names_samples(tiny, tmp_pat
     assert len(events_of(run_dir, "rollout", "start")) == 1, "it is not started again"
     assert now["progress"]["steps_done"] <= 3
     said = cli("status", run_dir)
-    assert "to go on      relax-hpc submit JOB --set name=NEW" in said
+    assert re.search("to go on +relax-hpc submit JOB --set name=NEW", said)
     assert "reward errors" in said and "(first: ZeroDivisionError: " in said

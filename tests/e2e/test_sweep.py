@@ -28,7 +28,7 @@ def test_compare_tells_a_sweep_right_in_which_a_run_is_killed_and_one_preempted(
     settings = e2e.sized(tmp_path, STEPS, PROMPTS, 4, 16) | {
         "model.path": tiny / "model", "prompts.train": f"{tiny}/train.jsonl[0:512]",
         "eval.heldout.path": tiny / "heldout.jsonl", "launch.profile": "local", "name": "grid",
-        "reward.name": e2e.unhurried(tmp_path, 1.5), "resources.partition": "low",
+        "reward.name": e2e.unhurried(tmp_path, 15), "resources.partition": "low",
         "actor.save_every": 2, "engines.rollout.resources.cpus_per_task": 2,
         "actor.resources.cpus_per_task": 2,
     }  # fmt: skip
