@@ -154,7 +154,9 @@ def _read_run(run_dir: Path, heldout: str | None) -> ComparedRun:
         points[each.version] = ScoredStep(
             each.version, minutes, each.reward, each.truncated, tokens, minutes * gpus / 60
         )
-    flat = dict(changes.flat(read_json(paths.config) or {}))
+    # Copies of programs lie in the run; their folders are named after what they hold.
+    job = json.dumps(read_json(paths.config) or {}).replace(f"{config.run_dir}/", "")
+    flat = dict(changes.flat(json.loads(job)))
     return ComparedRun(
         run_dir.name,
         [points[step] for step in sorted(points)],

@@ -12,6 +12,14 @@ from cluster import local_slurm
 
 pytestmark = pytest.mark.long
 STEPS, PROMPTS = 8, 8
+REWARD = """
+import asyncio, os, pathlib
+
+async def score(response, answer):
+    if "SLURM_JOB_ID" in os.environ and not pathlib.Path(HURRY).exists():  # not where it is checked
+        await asyncio.sleep(6)
+    return float(answer in response)
+"""
 
 
 @pytest.fixture
@@ -25,10 +33,11 @@ def two_nodes(tmp_path_factory):
 def test_compare_tells_a_sweep_right_in_which_a_run_is_killed_and_one_preempted(
     tiny, tmp_path, two_nodes
 ):
+    (tmp_path / "slow.py").write_text(REWARD.replace("HURRY", repr(str(tmp_path / "hurry"))))
     settings = e2e.sized(tmp_path, STEPS, PROMPTS, 4, 16) | {
         "model.path": tiny / "model", "prompts.train": f"{tiny}/train.jsonl[0:512]",
         "eval.heldout.path": tiny / "heldout.jsonl", "launch.profile": "local", "name": "grid",
-        "reward.name": e2e.unhurried(tmp_path, 15), "resources.partition": "low",
+        "reward.name": f"{tmp_path}/slow.py:score", "resources.partition": "low",
         "actor.save_every": 2, "engines.rollout.resources.cpus_per_task": 2,
         "actor.resources.cpus_per_task": 2,
     }  # fmt: skip
@@ -46,7 +55,7 @@ def test_compare_tells_a_sweep_right_in_which_a_run_is_killed_and_one_preempted(
     e2e.wait_for(lambda: len(e2e.events_of(runs[1], "actor", "step")) >= 3, 200)
     asked = ["srun", "--partition=main", "--nodes=2", "--cpus-per-task=8", "--mem=100M", "sleep"]
     subprocess.run([*asked, "1"], check=True, timeout=120, capture_output=True)
-    e2e.hurry(tmp_path)
+    (tmp_path / "hurry").touch()
     for run_dir in runs:
         assert e2e.wait_until_over(run_dir, 300)["state"] == "COMPLETED", run_dir
     attempts = {e["attempt"] for e in e2e.events_of(runs[1], "actor", "start")}

@@ -46,10 +46,18 @@ def run(tmp_path):
     return make
 
 
-def test_seeds_are_one_group_with_their_mean_band_and_error(run):
-    one = run("a", [0.1, 0.3, 0.6], seed=1)
+def test_seeds_are_one_group_with_their_mean_band_and_error(run, tmp_path):
+    copy = "programs/1234/mine.py:score"  # of the same program, in each run
+    one = run("a", [0.1, 0.3, 0.6], seed=1, reward__name=f"{tmp_path}/a/{copy}")
     after = {"dependency": "afterany:7"}  # as a sweep has it
-    other = run("b", [0.1, 0.5, 0.7], seed=2, at=5000.0, resources=after)
+    other = run(
+        "b",
+        [0.1, 0.5, 0.7],
+        seed=2,
+        at=5000.0,
+        resources=after,
+        reward__name=f"{tmp_path}/b/{copy}",
+    )
     third = run("c", [0.2, 0.2, 0.2], algorithm={"preset": "grpo"})
     groups = compare.collect([one, third, other])
     assert [group.label for group in groups] == ["a and 1 more", "c"]
