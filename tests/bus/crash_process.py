@@ -64,8 +64,9 @@ class Process:
         os.write(self._go, b"g")
         self.outcome = ""
         while not self.outcome:
-            readable, _, _ = select.select([self._report], [], [], SILENCE_S)
-            assert readable, f"{self} has said nothing for {SILENCE_S} s"
+            reads = select.poll()  # there may be more than 1,024 files
+            reads.register(self._report, select.POLLIN)
+            assert reads.poll(SILENCE_S * 1000), f"{self} has said nothing for {SILENCE_S} s"
             data = os.read(self._report, 1 << 16)
             if not data:
                 self._end()

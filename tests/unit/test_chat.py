@@ -149,12 +149,13 @@ def test_ctrl_c_breaks_an_answer_off_and_twice_ends(served, tmp_path):
     pid, terminal = os.forkpty()
     if pid == 0:
         os.execv(sys.executable, [*COMMAND, "chat", *talk.split()])
-    output, deadline = b"", time.monotonic() + 90
+    output, deadline, reads = b"", time.monotonic() + 90, select.poll()
+    reads.register(terminal, select.POLLIN)
 
     def wait_for(text, more=0):
         nonlocal output
         while text not in output or len(output.partition(text)[2]) < more:
-            assert select.select([terminal], [], [], deadline - time.monotonic())[0], output
+            assert reads.poll(max(0.0, deadline - time.monotonic()) * 1000), output
             output += os.read(terminal, 4096)
         output = output.partition(text)[2]
 
