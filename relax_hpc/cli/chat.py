@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from relax_hpc.cli.completion import names_of_runs
-from relax_hpc.cli.lines import echo
+from relax_hpc.cli.lines import echo, echo_styled
 from relax_hpc.errors import ConfigError, EngineError, RelaxError, first_line, show
-from relax_hpc.runtime.text import argument, printable
+from relax_hpc.runtime.text import argument
 
 if TYPE_CHECKING:
     import httpx
@@ -324,7 +324,9 @@ def _refusal(content: bytes) -> EngineError:
 def _converse(talk: _Talk) -> None:
     with suppress(ImportError):
         import readline  # noqa: F401 - lets lines be edited
-    _print(f"{_COMMANDS}; \\ at the end of a line goes on; Ctrl-C breaks off, twice it ends")
+    echo_styled(
+        f"{_COMMANDS}; \\ at the end of a line goes on; Ctrl-C breaks off, twice it ends", "dim"
+    )
     was_broken_off = False
     while True:
         try:
@@ -335,16 +337,16 @@ def _converse(talk: _Talk) -> None:
                     return
             elif line.strip():
                 said = talk.ask(line)
-                _print(f"\n{said}")
+                echo_styled(f"\n{said}", "dim")
         except EOFError:
             return
         except KeyboardInterrupt:
             if was_broken_off:
                 return
             was_broken_off = True
-            _print("\nbroken off; again, Ctrl-C ends")
+            echo_styled("\nbroken off; again, Ctrl-C ends", "dim")
         except (RelaxError, OSError) as error:
-            _print(str(error), "red")
+            echo_styled(error, "red")
 
 
 def _read_line() -> str:
@@ -352,11 +354,3 @@ def _read_line() -> str:
     while line.endswith("\\"):
         line = f"{line[:-1]}\n{input('. ')}"
     return line
-
-
-def _print(line: str, style: str = "dim") -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    system: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
-    Console(soft_wrap=True, color_system=system).print(Text(printable(line), style=style))

@@ -1,9 +1,10 @@
 """Says things in lines: results and remarks, errors of arguments, and progress."""
 
+import os
 import re
 import time
 from contextlib import ExitStack
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import typer
 
@@ -14,6 +15,17 @@ from relax_hpc.runtime.text import printable, wrong
 def echo(said: object, *, err: bool = False, nl: bool = True) -> None:
     """Prints lines, or a piece of one, with foreign control characters made visible."""
     typer.echo(printable(str(said)), err=err, nl=nl)
+
+
+def echo_styled(said: object, style: str, *, err: bool = False) -> None:
+    """Does as `echo`, in a style of rich; without one where NO_COLOR is set, in which rich alone
+    would still print bold and dim."""
+    from rich.console import Console
+    from rich.text import Text
+
+    colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
+    console = Console(stderr=err, soft_wrap=True, color_system=colours)
+    console.print(Text(printable(str(said)), style=style))
 
 
 _LACKING = {

@@ -9,7 +9,7 @@ import shlex
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,7 +36,7 @@ from relax_hpc.cli.completion import names_of_keys, names_of_runs, settings
 from relax_hpc.cli.data import data, decode_media, play_episode
 from relax_hpc.cli.evaluate import evaluation
 from relax_hpc.cli.init import beginning, models
-from relax_hpc.cli.lines import PlainGroup, RowsShown, echo
+from relax_hpc.cli.lines import PlainGroup, RowsShown, echo, echo_styled
 from relax_hpc.cli.runs import boards, runs, scale, viewer
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.runtime import text
@@ -392,8 +392,7 @@ def main() -> None:
     text.enter()
     text.print_anything()
     os.umask(permissions.UMASKS["none"])  # of what a command writes beside or into a run
-    is_plain = bool(os.environ.get("NO_COLOR"))
-    if is_plain:  # rich alone would still print bold and dim
+    if os.environ.get("NO_COLOR"):  # rich alone would still print bold and dim
         from typer import rich_utils
 
         rich_utils.COLOR_SYSTEM = None
@@ -406,13 +405,8 @@ def main() -> None:
     except (RelaxError, PermissionError) as error:
         if isinstance(error, PermissionError) and error.filename is None:
             raise  # it is about no file
-        from rich.console import Console
-        from rich.text import Text
-
         said = str(error) if isinstance(error, RelaxError) else permissions.refusal(error)
-        colours: Literal["auto"] | None = None if is_plain else "auto"
-        console = Console(stderr=True, soft_wrap=True, color_system=colours)
-        console.print(Text(printable(said), style="red"))
+        echo_styled(said, "red", err=True)
         sys.exit(2)
     except Exception:  # noqa: BLE001 - a mistake of ours, in words that may be of others
         import traceback

@@ -215,6 +215,10 @@ class NotifyAdvanced(Section):
     """Steps without a better reward that count as a plateau; 0 is none."""
 
 
+HTTP = ("https://", "http://")
+"""URLs that get a message as JSON; others are Apprise's, such as mailto:// or slack://."""
+
+
 class NotifyConfig(Section):
     """Messages about a run, see docs/how-to/boards.md."""
 

@@ -142,12 +142,6 @@ def place(config: JobConfig) -> list[Component]:
     return list(found.values())
 
 
-def count_gpus(config: JobConfig) -> int:
-    """Counts the GPUs of a run, without those of engines added later."""
-    hosts = (each for each in place(config) if each.on is None)
-    return sum(each.resources.gpus_per_node * each.nodes for each in hosts)
-
-
 def _is_dealt(resources: Resources) -> bool:
     """Whether a node's tasks must share a step: srun distributes its CPUs or GPUs to them, or
     unpacks an image per step."""

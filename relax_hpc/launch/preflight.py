@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from relax_hpc.config import programs
-from relax_hpc.config.run import JobConfig, RunConfig
+from relax_hpc.config.run import HTTP, JobConfig, RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import cluster, interpreter, known_runs
 from relax_hpc.launch.placement import Component, sides
@@ -326,7 +326,7 @@ def check_notify(config: JobConfig) -> None:
     url = user_files.read_text(webhook, "name a file with the URL of a webhook").strip()
     if "://" not in url or len(url.split()) != 1:
         raise ConfigError(f"notify.webhook = {str(webhook)!r}: holds no URL; put only that there")
-    if not url.startswith(("https://", "http://")):
+    if not url.startswith(HTTP):
         check_apprise(f"notify.webhook = {str(webhook)!r}", url)
     if webhook.stat().st_mode & 0o077:
         raise ConfigError(

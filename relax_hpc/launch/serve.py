@@ -66,6 +66,7 @@ from relax_hpc.runtime.files.scratch import scratch_folder
 from relax_hpc.runtime.paths import RunPaths
 from relax_hpc.runtime.text import wrong
 from relax_hpc.sections import NonNegative, Number, Section
+from relax_hpc.trainer.checkpoints.best import by_step
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -74,7 +75,7 @@ Say = Callable[[str], None]
 Kind = Literal["embedded", "sglang"]
 LOOPBACK = "127.0.0.1"
 _TEMPERATURE, _MAX_NEW_TOKENS = 0.7, 2048
-"""Of a model without a job."""
+"""Sampling from a model without a job."""
 _MOST_BODY_BYTES = 1 << 26
 _BACKLOG, _CLOSE_S = 1024, 1.0
 _WRONG_TOKEN = "the token is not the one that relax-hpc serve printed"
@@ -174,9 +175,7 @@ def _weights(
     Args:
         out: where to convert a checkpoint to.
     """
-    exported = _by_step(run.root / "hf")
-    places = (run.checkpoints / "kept", run.checkpoints / "best", run.checkpoints)
-    saved = {step: each for place in places for step, each in _by_step(place).items()}
+    exported, saved = _exported(run.root / "hf"), by_step(run.checkpoints)
     initial = {} if config.model.weights else {0: config.model.path}
     known = sorted({*exported, *saved, *initial})
     if not known:
@@ -198,7 +197,7 @@ def _weights(
     return step, out
 
 
-def _by_step(folder: Path) -> dict[int, Path]:
+def _exported(folder: Path) -> dict[int, Path]:
     found = {each.name.removeprefix("step_"): each for each in folder.glob("step_*")}
     return {int(step): each for step, each in found.items() if step.isdecimal()}
 
@@ -306,7 +305,7 @@ def _in_thread(serving: AbstractAsyncContextManager[None]) -> Iterator[None]:
 
 
 class _Choices(Section):
-    """What a request may choose, and the run's job otherwise does."""
+    """Settings that a request may choose; the run's job gives the others."""
 
     temperature: Annotated[Number, Field(ge=0)]
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0

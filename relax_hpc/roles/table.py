@@ -245,6 +245,13 @@ def places(config: JobConfig) -> Iterator[tuple[Role[Any], Place]]:
             )
 
 
+def count_gpus(config: JobConfig) -> int:
+    """Counts the GPUs of a submitted job, whose site profile may be gone; without those of engines
+    added later."""
+    hosts = (place.resources for _, place in places(config) if place.beside is None)
+    return sum(each.gpus_per_node * each.nodes for each in hosts)
+
+
 def _check_names(found: Sequence[Place]) -> None:
     seen = {REPLAY.name, *(role.joins for role in ROLES)}
     for place in found:

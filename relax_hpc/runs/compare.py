@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from relax_hpc.config.job_file import read_resolved
 from relax_hpc.errors import ConfigError, ends_of, none_of
-from relax_hpc.launch.placement import count_gpus
+from relax_hpc.roles.table import count_gpus
 from relax_hpc.runs import changes
 from relax_hpc.runtime.files.records import read_json
 from relax_hpc.runtime.paths import RunPaths
@@ -41,14 +41,14 @@ class ScoredStep(NamedTuple):
 
     step: int
     minutes: float
-    """Of the run's attempts; waits in the queue do not count."""
+    """Minutes of its attempts; waits in the queue do not count."""
     score: float
     truncated: float | None
     """Part of the responses that a limit cut off."""
     tokens: int | None
     """Trained on."""
     gpu_hours: float | None
-    """Of the GPUs that the job asks for."""
+    """Hours of the GPUs that the job asks for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from relax_hpc.bus.audit import BusAudit, Tally
 from relax_hpc.config import job_file
 from relax_hpc.config.run import JobConfig, RunConfig, SftRunConfig
 from relax_hpc.errors import LaunchError
-from relax_hpc.launch.placement import count_gpus
+from relax_hpc.roles.table import count_gpus
 from relax_hpc.roles.training import unlearned
 from relax_hpc.runs import changes
 from relax_hpc.runs.scale.records import RUN_ENDED, ScaleState

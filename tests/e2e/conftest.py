@@ -1,6 +1,9 @@
 """The tiny policy that every end-to-end run starts from."""
 
+from pathlib import Path
+
 import pytest
+from cluster import local_slurm
 from e2e_runs import REPOSITORY, STARTED, cli, wait_for
 
 from relax_hpc.cli.demo.make_tiny import make
@@ -22,6 +25,14 @@ def tiny(worker_id, tmp_path_factory):
     make(folder, progress=print)
     (shared / "tiny" / "made").touch()
     return folder
+
+
+@pytest.fixture
+def two_nodes(tmp_path_factory):
+    with local_slurm(
+        Path(tmp_path_factory.mktemp("s")), "slurmctld", options=("--nodes", "2")
+    ) as variables:
+        yield variables
 
 
 @pytest.hookimpl(tryfirst=True)

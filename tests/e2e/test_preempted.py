@@ -2,11 +2,9 @@
 
 import subprocess
 import time
-from pathlib import Path
 
 import e2e_runs as e2e
 import pytest
-from cluster import local_slurm
 
 pytestmark = pytest.mark.long
 
@@ -14,14 +12,6 @@ pytestmark = pytest.mark.long
 # of a run that has to last through three preemptions.
 STEPS, PROMPTS, SECONDS_A_REWARD = 160, 8, 4
 TIMES, EVERY_S = 3, 30
-
-
-@pytest.fixture
-def two_nodes(tmp_path_factory):
-    with local_slurm(
-        Path(tmp_path_factory.mktemp("s")), "slurmctld", options=("--nodes", "2")
-    ) as variables:
-        yield variables
 
 
 def preempt():

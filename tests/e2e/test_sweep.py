@@ -4,11 +4,9 @@ another run is preempted; `compare` tells what became of all."""
 import json
 import re
 import subprocess
-from pathlib import Path
 
 import e2e_runs as e2e
 import pytest
-from cluster import local_slurm
 
 pytestmark = pytest.mark.long
 STEPS, PROMPTS = 8, 8
@@ -20,14 +18,6 @@ async def score(response, answer):
         await asyncio.sleep(6)
     return float(answer in response)
 """
-
-
-@pytest.fixture
-def two_nodes(tmp_path_factory):
-    with local_slurm(
-        Path(tmp_path_factory.mktemp("s")), "slurmctld", options=("--nodes", "2")
-    ) as variables:
-        yield variables
 
 
 def test_compare_tells_a_sweep_right_in_which_a_run_is_killed_and_one_preempted(

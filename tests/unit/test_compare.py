@@ -71,7 +71,8 @@ def test_seeds_are_one_group_with_their_mean_band_and_error(run, tmp_path):
 
 
 def test_minutes_and_gpu_hours_do_not_count_the_queue_between_two_attempts(run):
-    path = run("a", [0.1, 0.2, 0.9, 0.9], gap=86400.0)
+    gone = {"profile": "gone"}  # since it was submitted
+    path = run("a", [0.1, 0.2, 0.9, 0.9], gap=86400.0, launch=gone)
     [group] = compare.collect([path])
     minutes = [point.minutes for point in group.members[0].points]
     assert minutes == pytest.approx([0, 1, 2, 3])

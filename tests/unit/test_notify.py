@@ -27,6 +27,34 @@ def told(tmp_path):
     return str(program), read
 
 
+@pytest.fixture
+def service():
+    """Starts a server with these answers; returns (path, message) of what it was sent, and its
+    port."""
+    servers = []
+
+    def start(*answers):
+        asked, left = [], list(answers)
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                asked.append((self.path, json.loads(body)))
+                self.send_response(left.pop(0))
+                self.end_headers()
+
+            def log_message(self, *_):
+                pass
+
+        servers.append(HTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return asked, servers[-1].server_port
+
+    yield start
+    for each in servers:
+        each.shutdown()
+
+
 def test_an_occasion_is_told_once_in_a_while_over_all_attempts(tmp_path, told, monkeypatch):
     program, read = told
     paths, config = make(tmp_path, notify={"command": [program], "on": ["start", "requeue"]})
@@ -54,31 +82,20 @@ def test_a_reward_that_rises_no_more_is_told_once_and_again_after_it_rose(tmp_pa
     assert message["text"] == "run: no better reward for 3 steps: 0.500, best 0.500"
 
 
-def test_a_webhook_is_asked_three_times_and_its_url_is_in_no_log(tmp_path, caplog, monkeypatch):
+def test_a_webhook_is_asked_three_times_and_its_url_is_in_no_log(
+    tmp_path, caplog, monkeypatch, service
+):
     monkeypatch.setattr(notify, "_WAIT_S", 0.0)
-    asked, answers = [], [500, 503, 403, 200]
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            asked.append((self.path, json.loads(body)["text"]))
-            self.send_response(answers.pop(0))
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    asked, port = service(500, 503, 403, 200)
     url = tmp_path / "url"
-    url.write_text(f"http://127.0.0.1:{server.server_port}/hook/s3cret\n")
+    url.write_text(f"http://127.0.0.1:{port}/hook/s3cret\n")
     paths, config = make(tmp_path, notify={"webhook": str(url)})
     with caplog.at_level(logging.WARNING):
         Notifier(paths, config).tell("failure", "has failed")
         Notifier(paths, config).tell("finish", "is complete")
-    server.shutdown()
     failed = ("/hook/s3cret", "run: has failed")
-    assert asked == [failed] * 3 + [("/hook/s3cret", "run: is complete")]
+    posts = [(path, message["text"]) for path, message in asked]
+    assert posts == [failed] * 3 + [("/hook/s3cret", "run: is complete")]
     assert "notify.webhook: the webhook answers 403" in caplog.text and "s3cret" not in caplog.text
     assert "s3cret" not in paths.config.read_text() + paths.notified.read_text()
 
@@ -134,30 +151,19 @@ def test_the_jobs_comment_says_the_progress(slurm):
     assert len(asked.read_text().splitlines()) == 2
 
 
-def test_a_service_of_apprise_gets_the_text_and_its_url_is_in_no_log(tmp_path, caplog, monkeypatch):
+def test_a_service_of_apprise_gets_the_text_and_its_url_is_in_no_log(
+    tmp_path, caplog, monkeypatch, service
+):
     monkeypatch.setattr(notify, "_WAIT_S", 0.0)
-    asked, answers = [], [500, 200]
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(answers.pop(0))
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    asked, port = service(500, 200)
     url = tmp_path / "url"
-    url.write_text(f"json://127.0.0.1:{server.server_port}/s3cret\n")
+    url.write_text(f"json://127.0.0.1:{port}/s3cret\n")
     url.chmod(0o600)
     paths, config = make(tmp_path, notify={"webhook": str(url)})
     preflight.check_notify(config)
     with caplog.at_level(logging.INFO):
         Notifier(paths, config).tell("finish", "is complete")
-    server.shutdown()
-    assert [(each["title"], each["message"]) for each in asked] == [
+    assert [(each["title"], each["message"]) for _, each in asked] == [
         ("run: finish", "run: is complete")
     ] * 2, "asked again once"
     assert "s3cret" not in caplog.text

@@ -31,7 +31,7 @@ Step = Mapping[str, Any]
 
 class Notice(NamedTuple):
     name: str
-    """Of the share, or "nobody" or "everybody"."""
+    """The share's, or "nobody" or "everybody"."""
     head: str
     words: str
 

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 from tenacity import RetryError, Retrying, stop_after_attempt, wait_exponential
 
-from relax_hpc.config.run import JobConfig, News
+from relax_hpc.config.run import HTTP, JobConfig, News
 from relax_hpc.errors import RelaxError
 from relax_hpc.launch.states import output_of
 from relax_hpc.runtime import process
@@ -36,9 +36,6 @@ _KEEP = 0.85
 _COMMENT_EVERY_S = 60.0
 _MARK = "relax-hpc: "
 """Prefix of our comments; any other comment is the user's, and stays."""
-
-HTTP = ("https://", "http://")
-"""URLs that get a message as JSON; others are Apprise's, such as mailto:// or slack://."""
 
 Deliver = Callable[[dict[str, Any]], None]
 

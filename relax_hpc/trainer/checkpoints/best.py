@@ -22,7 +22,7 @@ _TASKS = re.compile(r"\d+-of-(\d+)\.json")
 
 class Best(NamedTuple):
     name: str
-    """Of the held-out set."""
+    """Name of the held-out set."""
     step: int
     score: float
     folder: Path
@@ -34,15 +34,20 @@ def find_best(paths: RunPaths, config: JobConfig) -> Best | None:
     name = config.actor.advanced.keep_best
     if name is None or not isinstance(config, RunConfig):
         return None
-    folders = {
-        int(match[1]): folder / match[0]
-        for folder in (paths.checkpoints / KEPT, paths.checkpoints / BEST, paths.checkpoints)
-        for match in map(_STEP.fullmatch, names(folder))
-        if match
-    }
+    folders = by_step(paths.checkpoints)
     scores = scores_of(paths, name, config.eval[name].every)
     step = choose(scores, folders)
     return None if step is None else Best(name, step, scores[step], folders[step])
+
+
+def by_step(root: Path) -> dict[int, Path]:
+    """Returns step -> folder of the checkpoints below `root`, with those in `kept/` and `best/`."""
+    return {
+        int(match[1]): folder / match[0]
+        for folder in (root / KEPT, root / BEST, root)
+        for match in map(_STEP.fullmatch, names(folder))
+        if match
+    }
 
 
 def scores_of(paths: RunPaths, name: str, every: int) -> dict[int, float]:

@@ -42,7 +42,7 @@ from relax_hpc.runtime.files.storage import (
     names,
     patiently,
 )
-from relax_hpc.trainer.checkpoints.best import BEST, KEPT
+from relax_hpc.trainer.checkpoints.best import BEST, KEPT, by_step
 from relax_hpc.trainer.training_engine import CheckpointPart, TrainingEngine
 
 log = logging.getLogger(__name__)
@@ -521,12 +521,7 @@ def find(root: Path, step: int | None) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    kept = {
-        found: folder
-        for pattern in (f"{BEST}/step_*", f"{KEPT}/step_*", "step_*")
-        for folder in root.glob(pattern)
-        if (found := step_of(folder)) is not None
-    }
+    kept = by_step(root)
     if not kept:
         raise CheckpointError(f"{root}: has no checkpoints")
     if step is None:
